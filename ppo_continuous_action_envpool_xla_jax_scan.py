@@ -1,0 +1,996 @@
+"""PPO for continuous control: EnvPool stepped inside the compiled program, Flax networks, every inner loop a `lax.scan`.
+
+    python ppo_continuous_action_envpool_xla_jax_scan.py --env-id HalfCheetah-v4
+    python ppo_continuous_action_envpool_xla_jax_scan.py --env-id Hopper-v4 --seed 2 --track
+    python ppo_continuous_action_envpool_xla_jax_scan.py --help
+
+The file reads from top to bottom: arguments, environment stream, agent, PPO, training. Everything above "Training" is pure,
+but for `make_pool` and the adapter over its pool. Importing the file changes nothing but JAX's x64 flag.
+
+Shapes: T num_steps, N num_envs, B = T * N, M minibatch, O observation size, A action size.
+"""
+
+import ast
+import collections
+import dataclasses
+import difflib
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Callable, NamedTuple, Optional
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from flax import struct
+from flax.linen.initializers import constant, orthogonal
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
+
+# MuJoCo's pools speak float64, which JAX narrows unless this is set before any array exists. All else names its dtype.
+jax.config.update("jax_enable_x64", True)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+class BadInput(ValueError):
+    """What the user asked for cannot be done. One line that names the argument, the value and what would do."""
+
+
+@dataclass(frozen=True)
+class Args:
+    """PPO for continuous control on EnvPool, compiled by JAX. Frozen, hence hashable, hence static to `jit` as a whole."""
+
+    # Experiment
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]
+    """the name of this experiment"""
+    seed: int = 1
+    """seed of the networks, the actions, the minibatches and the environments"""
+    track: bool = False
+    """track this experiment with Weights and Biases (WANDB_MODE=offline needs no login)"""
+    wandb_project_name: str = "cleanRL"
+    """the project's name at Weights and Biases"""
+    wandb_entity: Optional[str] = None
+    """the entity (team) at Weights and Biases"""
+
+    # Environment
+    env_id: str = "HalfCheetah-v4"
+    """the id of the task: any of EnvPool's with continuous actions and vector observations"""
+    env_kwargs: tuple[str, ...] = ()
+    """EnvPool's own options for the task, as key=value, such as max_episode_steps=200"""
+    num_envs: int = 64
+    """the number of parallel environments"""
+    num_threads: int = 0
+    """the number of threads that step them (0: one a core)"""
+    norm_obs: bool = True
+    """normalize observations by their running mean and variance, clipped to +-10"""
+    norm_reward: bool = False
+    """divide rewards by the running deviation of the discounted return, clipped to +-10, as baselines does"""
+
+    # Algorithm
+    total_timesteps: int = 3_000_000
+    """environment steps of the whole run, over all environments"""
+    learning_rate: float = 3e-4
+    """Adam's learning rate"""
+    num_steps: int = 32
+    """the number of steps in each environment per iteration"""
+    anneal_lr: bool = True
+    """lower the learning rate linearly to zero, once an iteration"""
+    gamma: float = 0.99
+    """the discount factor"""
+    gae_lambda: float = 0.95
+    """the lambda of generalized advantage estimation"""
+    num_minibatches: int = 32
+    """the number of minibatches in an epoch"""
+    update_epochs: int = 10
+    """the number of epochs of updates per iteration"""
+    norm_adv: bool = False
+    """normalize advantages within each minibatch"""
+    clip_coef: float = 0.2
+    """the surrogate clipping coefficient"""
+    clip_vloss: bool = False
+    """clip the value loss as well, as the original implementation does"""
+    ent_coef: float = 0.0
+    """coefficient of the entropy bonus"""
+    vf_coef: float = 0.25
+    """coefficient of the mean squared value error (CleanRL's other scripts halve the error: their 0.5 is 0.25 here)"""
+    max_grad_norm: float = 0.5
+    """the largest norm of the gradient, of actor and critic together"""
+    target_kl: Optional[float] = None
+    """end an iteration's updates once a minibatch's approximate KL divergence exceeds this"""
+    norm_return: bool = True
+    """let the critic predict returns divided by their running deviation, as tianshou does"""
+    recompute_advantage: bool = True
+    """estimate advantages and targets anew with the current critic at the start of every epoch"""
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_iterations(self) -> int:
+        return self.total_timesteps // self.batch_size
+
+    def __post_init__(self):
+        for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "total_timesteps"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "max_grad_norm", "target_kl"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise BadInput(f"{name}={value}: must be finite and at least 0")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise BadInput(f"{name}={getattr(self, name)}: must lie in [0, 1]")
+        if not 0 <= self.seed < 2**31:
+            raise BadInput(f"seed={self.seed}: must lie in [0, 2**31 - 1]")
+        if not 0 <= self.num_threads <= self.num_envs:
+            raise BadInput(f"num_threads={self.num_threads}: must lie in [0, num_envs={self.num_envs}]")
+        if self.batch_size % self.num_minibatches:
+            raise BadInput(
+                f"num_minibatches={self.num_minibatches}: must divide the batch, num_envs * num_steps = {self.batch_size}"
+            )
+        if self.total_timesteps < self.batch_size:
+            raise BadInput(
+                f"total_timesteps={self.total_timesteps}: must be at least one batch, num_envs * num_steps = {self.batch_size}"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Environment stream: the steps of N environments, and the wrappers that they pass through
+
+
+class Step(NamedTuple):
+    """What N environments answer to N actions.
+
+    EnvPool resets one step late. `obs` is always the true successor, the last observation of an episode included; the
+    step after that one ignores the action, has no reward and only brings the first observation of the next episode.
+    """
+
+    obs: jax.Array  # [N, O], or a dict of such
+    reward: jax.Array  # [N]
+    terminated: jax.Array  # [N] bool: the task ended
+    truncated: jax.Array  # [N] bool: a time limit ended the episode, not the task
+    is_reset: jax.Array  # [N] bool: this step only reset
+    info: dict[str, jax.Array]  # [N, ...] each
+
+
+class EnvWrapper(struct.PyTreeNode):
+    """A pure transformation of the stream between environments and agent; by default, the identity.
+
+    A wrapper is a pytree and is its own state: each method returns the wrapper to use from then on.
+    """
+
+    def reset(self, obs):
+        """The first observations of all environments, outwards: episodes start anew, what was learned stays."""
+        return self, obs
+
+    def send(self, action):
+        """The agent's actions [N, A], inwards."""
+        return self, action
+
+    def recv(self, step: Step):
+        """The environments' answers, outwards."""
+        return self, step
+
+
+def fold(wrappers: tuple[EnvWrapper, ...], method: str, x):
+    """Pass `x` through a method of all wrappers, innermost first: `reset` and `recv` in order, `send` in reverse."""
+    direction = -1 if method == "send" else 1
+    successors = []
+    for wrapper in wrappers[::direction]:
+        wrapper, x = getattr(wrapper, method)(x)
+        successors.append(wrapper)
+    return tuple(successors[::direction]), x
+
+
+class RunningMeanStd(struct.PyTreeNode):
+    """Mean and variance of a stream, merged batch by batch (Chan et al. 1983). The only float64 state of a run."""
+
+    mean: jax.Array
+    var: jax.Array
+    count: jax.Array
+
+    @classmethod
+    def create(cls, shape=()):
+        return cls(jnp.zeros(shape, jnp.float64), jnp.ones(shape, jnp.float64), jnp.zeros((), jnp.float64))
+
+    @property
+    def std(self):
+        return jnp.sqrt(self.var + 1e-8)
+
+    def update(self, x, mask):
+        """Merge the rows of x [B, ...] that mask [B] keeps. Keeping none changes nothing."""
+        mask = jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (x.ndim - 1)), x.shape)
+        x = x.astype(jnp.float64)
+        batch_count = mask.reshape(len(mask), -1)[:, 0].sum()
+        batch_mean = masked_mean(x, mask, axis=0)
+        batch_var = masked_mean(jnp.square(x - batch_mean[None]), mask, axis=0)
+        count = self.count + batch_count
+        weight = batch_count / jnp.maximum(count, 1)  # of the batch in the merged stream
+        delta = batch_mean - self.mean
+        return self.replace(
+            mean=self.mean + weight * delta,
+            var=self.var + weight * (batch_var - self.var) + weight * (1 - weight) * jnp.square(delta),
+            count=count,
+        )
+
+
+def masked_mean(x, mask, axis=None):
+    """Mean of the entries of x that mask, of the same shape, keeps; 0 of none. What mask drops may be NaN."""
+    return jnp.where(mask, x, 0).sum(axis) / jnp.maximum(mask.sum(axis), 1).astype(x.dtype)
+
+
+class VectorEnvRecordStatistics(EnvWrapper):
+    """Put returns and lengths of episodes into `info`. Innermost, so that it sees raw rewards."""
+
+    episode_return: jax.Array  # [N] of the running episodes
+    episode_length: jax.Array  # [N]
+    returned_episode_return: jax.Array  # [N] of the last finished episodes
+    returned_episode_length: jax.Array  # [N] 0 where none has finished
+
+    @classmethod
+    def create(cls):
+        zeros, none = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
+        return cls(zeros, none, zeros, none)
+
+    def reset(self, obs):
+        num_envs = len(jax.tree.leaves(obs)[0])
+        zeros, none = jnp.zeros(num_envs, jnp.float32), jnp.zeros(num_envs, jnp.int32)
+        return self.replace(
+            episode_return=zeros, episode_length=none, returned_episode_return=zeros, returned_episode_length=none
+        ), obs
+
+    def recv(self, step):
+        done = step.terminated | step.truncated
+        episode_return = jnp.where(step.is_reset, 0, self.episode_return + step.reward)
+        episode_length = jnp.where(step.is_reset, 0, self.episode_length + 1)
+        successor = self.replace(
+            episode_return=episode_return,
+            episode_length=episode_length,
+            returned_episode_return=jnp.where(done, episode_return, self.returned_episode_return),
+            returned_episode_length=jnp.where(done, episode_length, self.returned_episode_length),
+        )
+        return successor, step._replace(info=step.info | dataclasses.asdict(successor))
+
+
+class VectorEnvFlattenObs(EnvWrapper):
+    """Join dict observations, keys sorted, and matrices into one vector an environment."""
+
+    def reset(self, obs):
+        parts = [obs[key] for key in sorted(obs)] if isinstance(obs, dict) else [obs]
+        return self, jnp.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+
+    def recv(self, step):
+        return self, step._replace(obs=self.reset(step.obs)[1])
+
+
+class VectorEnvClipAct(EnvWrapper):
+    """Clip actions to [-1, 1] and map them linearly to [low, high]."""
+
+    low: jax.Array  # [A]
+    high: jax.Array  # [A]
+
+    def send(self, action):
+        middle, half = (self.high + self.low) / 2, (self.high - self.low) / 2
+        return self, middle[None] + half[None] * jnp.clip(action, -1, 1)
+
+
+class VectorEnvNormObs(EnvWrapper):
+    """Normalize observations by their running mean and variance, clipped to +-10. The statistics see them first."""
+
+    rms: RunningMeanStd  # of [O]
+
+    def reset(self, obs):
+        rms = self.rms.update(obs, jnp.ones(len(obs), bool))
+        normalized = (obs - rms.mean[None]) / rms.std[None]
+        return self.replace(rms=rms), jnp.clip(normalized, -10, 10).astype(obs.dtype)
+
+    def recv(self, step):
+        successor, obs = self.reset(step.obs)
+        return successor, step._replace(obs=obs)
+
+
+class VectorEnvNormReward(EnvWrapper):
+    """Divide rewards by the running deviation of the discounted return, clipped to +-10 (baselines' VecNormalize)."""
+
+    rms: RunningMeanStd  # of the discounted returns
+    discounted_return: jax.Array  # [N] of the running episodes
+    gamma: float = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(cls, gamma):
+        return cls(RunningMeanStd.create(), jnp.zeros(0, jnp.float32), gamma)
+
+    def reset(self, obs):
+        return self.replace(discounted_return=jnp.zeros(len(jax.tree.leaves(obs)[0]), jnp.float32)), obs
+
+    def recv(self, step):
+        discounted_return = jnp.where(step.is_reset, 0, self.gamma * self.discounted_return + step.reward)
+        rms = self.rms.update(discounted_return, ~step.is_reset)
+        reward = jnp.clip(step.reward / rms.std.astype(step.reward.dtype), -10, 10)
+        return self.replace(rms=rms, discounted_return=discounted_return), step._replace(reward=reward)
+
+
+def make_wrappers(args: Args, observation_space, action_space) -> tuple[EnvWrapper, ...]:
+    """The wrappers that the arguments ask for, innermost first. A wrapper of your own goes here."""
+    spaces = getattr(observation_space, "spaces", {"": observation_space}).values()
+    wrappers = [
+        VectorEnvRecordStatistics.create(),
+        VectorEnvFlattenObs(),
+        VectorEnvClipAct(jnp.float32(action_space.low), jnp.float32(action_space.high)),
+    ]
+    if args.norm_obs:
+        wrappers.append(VectorEnvNormObs(RunningMeanStd.create((sum(math.prod(space.shape) for space in spaces),))))
+    if args.norm_reward:
+        wrappers.append(VectorEnvNormReward.create(args.gamma))
+    return tuple(wrappers)
+
+
+class Env(NamedTuple):
+    """The two functions of an environment that a scan needs, and all that a test has to fake."""
+
+    send: Callable[[Any, jax.Array], Any]  # handle, action [N, A] -> handle
+    recv: Callable[[Any], tuple[Any, Step]]  # handle -> handle, step
+
+
+def parse_env_kwargs(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Read ("max_episode_steps=200", ...) into a dict. Values are Python literals, or else strings."""
+    options = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key.isidentifier() and equals):
+            raise BadInput(f"env_kwargs={pair}: must be key=value, such as max_episode_steps=200")
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+    return options
+
+
+def check_task(env_id: str, options: dict[str, Any]) -> None:
+    """Raise `BadInput` unless EnvPool has the task and takes the options, and PPO can act and observe in it."""
+    import envpool
+
+    ids = envpool.list_all_envs()
+    if env_id not in ids:
+        near = difflib.get_close_matches(env_id, ids, n=3, cutoff=0.3)
+        raise BadInput(f"env_id={env_id}: EnvPool has no such task; the nearest names are {', '.join(near)}")
+    ours = {"num_envs", "batch_size", "num_threads", "max_num_players", "seed", "env_seed", "gym_reset_return_info"}
+    allowed = [key for key in envpool.make_spec(env_id).config._fields if key not in ours]
+    for key in options:
+        if key not in allowed:
+            raise BadInput(f"env_kwargs={key}: no option of {env_id}; it takes {', '.join(allowed)}")
+    try:
+        spec = envpool.make_spec(env_id, **options)
+    except TypeError:
+        raise BadInput(f"env_kwargs={options}: EnvPool does not take a value of this type") from None
+    action, observation = spec.action_space, spec.observation_space
+    if not (hasattr(action, "low") and np.issubdtype(action.dtype, np.floating) and len(action.shape) == 1):
+        raise BadInput(f"env_id={env_id}: its actions are {action}; a vector of continuous actions is needed")
+    if not np.isfinite([action.low, action.high]).all():
+        raise BadInput(f"env_id={env_id}: its actions are {action}; finite bounds are needed")
+    for space in getattr(observation, "spaces", {"": observation}).values():
+        if not (hasattr(space, "low") and np.issubdtype(space.dtype, np.floating) and len(space.shape) <= 2):
+            raise BadInput(f"env_id={env_id}: it observes {space}; vectors of numbers, or one dict of them, are needed")
+
+
+def environment_seeds(num_envs: int, seed: int, stream: int, iteration: int) -> list[int]:
+    """Seeds of N environments. Different (seed, stream, iteration) share none; stream 0 trains, 1 evaluates."""
+    return [int(s) >> 1 for s in np.random.SeedSequence((seed, stream, iteration)).generate_state(num_envs)]
+
+
+def make_pool(env_id: str, num_envs: int, env_seed: list[int], num_threads: int = 0, **options):
+    """An EnvPool of the task, with EnvPool's own `options` for it. Raises `BadInput` for what cannot be trained on."""
+    import envpool
+
+    check_task(env_id, options)
+    return envpool.make(
+        env_id, env_type="gymnasium", num_envs=num_envs, num_threads=num_threads, env_seed=env_seed, **options
+    )
+
+
+def as_env(pool) -> tuple[Env, Any]:
+    """Adapt a pool's XLA functions to an `Env` and its handle. Only here does float64 meet float32."""
+    handle, xla_recv, xla_send, _ = pool.xla()
+    action_dtype = pool.action_space.dtype
+
+    def send(handle, action):
+        return xla_send(handle, action.astype(action_dtype))
+
+    def recv(handle):
+        handle, (obs, reward, terminated, truncated, info) = xla_recv(handle)
+        info = {key: value for key, value in info.items() if key not in ("env_id", "players")}
+        obs, reward, info = jax.tree.map(to_float32, (obs, reward, info))
+        return handle, Step(obs, reward, terminated, truncated, info["elapsed_step"] == 0, info)
+
+    return Env(send, recv), handle
+
+
+def to_float32(x):
+    """Narrow floating-point arrays; leave others as they are."""
+    return jnp.asarray(x, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.asarray(x)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Agent
+
+
+def dense(features: int, scale: float) -> nn.Dense:
+    return nn.Dense(features, kernel_init=orthogonal(scale), bias_init=constant(0.0))
+
+
+class Actor(nn.Module):
+    """obs [..., O] -> mean [..., A] and log standard deviation [..., A], the latter the same for every observation."""
+
+    action_size: int
+
+    @nn.compact
+    def __call__(self, obs):
+        x = nn.tanh(dense(64, math.sqrt(2))(obs))
+        x = nn.tanh(dense(64, math.sqrt(2))(x))
+        mean = dense(self.action_size, 0.01)(x)
+        log_std = self.param("log_std", constant(-0.5), (self.action_size,), jnp.float32)
+        return mean, jnp.broadcast_to(log_std, mean.shape)
+
+
+class Critic(nn.Module):
+    """obs [..., O] -> value [...], in the critic's own units."""
+
+    @nn.compact
+    def __call__(self, obs):
+        x = nn.tanh(dense(64, math.sqrt(2))(obs))
+        x = nn.tanh(dense(64, math.sqrt(2))(x))
+        return dense(1, math.sqrt(2))(x).squeeze(-1)
+
+
+class Network(nn.Module):
+    """Actor and critic under one tree of parameters; they share none."""
+
+    action_size: int
+
+    def setup(self):
+        self.actor, self.critic = Actor(self.action_size), Critic()
+
+    def __call__(self, obs):
+        return self.actor(obs), self.critic(obs)
+
+    def policy(self, obs):
+        return self.actor(obs)
+
+    def value(self, obs):
+        return self.critic(obs)
+
+
+class AgentState(struct.PyTreeNode):
+    """What PPO learns, and the units that the critic predicts in."""
+
+    network: Network = struct.field(pytree_node=False)
+    params: Any
+    opt_state: Any
+    return_rms: RunningMeanStd
+
+    def return_scale(self, args: Args):
+        """What a value of the critic is multiplied by to make a return."""
+        return self.return_rms.std if args.norm_return else jnp.ones((), jnp.float64)
+
+
+def gaussian_log_prob(action, mean, log_std):
+    """Log density of a diagonal Gaussian: [..., A] -> [...]"""
+    z = (action - mean) * jnp.exp(-log_std)
+    return (-0.5 * jnp.square(z) - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def gaussian_entropy(log_std):
+    """Entropy of a diagonal Gaussian: [..., A] -> [...]"""
+    return (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+
+def make_optimizer(args: Args) -> optax.GradientTransformation:
+    """Clip the joint gradient, then Adam. The learning rate is multiplied in by `improve`: see `learning_rate`."""
+    return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=1e-5))
+
+
+def make_agent(args: Args, key, obs_size: int, action_size: int) -> AgentState:
+    network = Network(action_size)
+    params = network.init(key, jnp.zeros((1, obs_size), jnp.float32))
+    return AgentState(network, params, make_optimizer(args).init(params), RunningMeanStd.create())
+
+
+def learning_rate(args: Args, iteration):
+    """The rate of the iteration after `iteration` finished ones, by the run's count: an early stop halts the optimizer's."""
+    remaining = jnp.maximum(1 - iteration / args.num_iterations, 0)
+    return args.learning_rate * (remaining if args.anneal_lr else jnp.ones_like(remaining))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PPO
+
+
+class RunState(struct.PyTreeNode):
+    """All that an iteration reads and writes."""
+
+    iteration: jax.Array  # finished ones
+    key: jax.Array
+    agent: AgentState
+    handle: Any  # of the environments: a pointer, not their state
+    wrappers: tuple[EnvWrapper, ...]  # innermost first
+    obs: jax.Array  # [N, O]
+
+
+class Rollout(NamedTuple):
+    """T steps of N environments, each row an observation, the action taken there and the answer to it."""
+
+    obs: jax.Array  # [T, N, O]
+    action: jax.Array  # [T, N, A] as sampled, neither clipped nor mapped
+    log_prob: jax.Array  # [T, N]
+    reward: jax.Array  # [T, N]
+    terminated: jax.Array  # [T, N] bool
+    truncated: jax.Array  # [T, N] bool
+    is_reset: jax.Array  # [T, N] bool: the action was ignored
+    info: dict[str, jax.Array]  # [T, N, ...] each
+
+
+class Batch(NamedTuple):
+    """Rows to learn from: all of a rollout [B, ...], or a minibatch of them [M, ...]."""
+
+    obs: jax.Array  # [B, O]
+    action: jax.Array  # [B, A]
+    log_prob: jax.Array  # [B] when the action was taken
+    value: jax.Array  # [B] of the latest estimation, in the critic's units
+    advantage: jax.Array  # [B]
+    target: jax.Array  # [B] for the value, in the critic's units
+    mask: jax.Array  # [B] bool: False where the step only reset
+
+
+class Report(NamedTuple):
+    """What an iteration tells the outside world."""
+
+    metrics: dict[str, jax.Array]  # scalars
+    faults: dict[str, jax.Array]  # bool scalars: what was not finite
+    ended: jax.Array  # [T, N] bool: an episode finished
+    episode_return: jax.Array  # [T, N] of the running episodes
+
+
+def collect_rollout(env: Env, state: RunState, args: Args) -> tuple[RunState, Rollout]:
+    """Act for T steps in N environments."""
+
+    def act(state: RunState, _):
+        key, action_key = jax.random.split(state.key)
+        mean, log_std = state.agent.network.apply(state.agent.params, state.obs, method="policy")
+        action = mean + jnp.exp(log_std) * jax.random.normal(action_key, mean.shape, mean.dtype)
+        wrappers, sent = fold(state.wrappers, "send", action)
+        handle, step = env.recv(env.send(state.handle, sent))
+        wrappers, step = fold(wrappers, "recv", step)
+        row = Rollout(state.obs, action, gaussian_log_prob(action, mean, log_std), *step[1:])
+        return state.replace(key=key, handle=handle, wrappers=wrappers, obs=step.obs), row
+
+    return jax.lax.scan(act, state, length=args.num_steps)
+
+
+def compute_gae(reward, value, terminated, truncated, gamma, gae_lambda):
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16) over episodes that end inside the rollout.
+
+    Only termination forbids the bootstrap; either end of an episode stops the trace. The value that follows a truncated
+    step is that of its episode's own last observation. Steps that only reset get meaningless advantages, which reach no
+    other step.
+
+    Shapes: value [T + 1, N], all else [T, N]; returns advantages [T, N].
+    """
+    delta = reward + gamma * jnp.where(terminated, 0, value[1:]) - value[:-1]
+
+    def accumulate(advantage, row):
+        delta, ended = row
+        advantage = delta + gamma * gae_lambda * jnp.where(ended, 0, advantage)
+        return advantage, advantage
+
+    _, advantage = jax.lax.scan(accumulate, jnp.zeros_like(value[0]), (delta, terminated | truncated), reverse=True)
+    return advantage
+
+
+def estimate_advantages(agent: AgentState, rollout: Rollout, last_obs, args: Args) -> tuple[AgentState, Batch]:
+    """Advantages and value targets of a rollout by the current critic, flattened to rows; `last_obs` [N, O] follows it.
+
+    Rewards stay raw. With `norm_return` the critic predicts returns divided by their running deviation, which is updated
+    after it has served (Weng et al. 2022). Rows of steps that only reset are zeroed, so that nothing of them can leak.
+    """
+    value = agent.network.apply(agent.params, jnp.concatenate([rollout.obs, last_obs[None]]), method="value")
+    scale = agent.return_scale(args).astype(value.dtype)
+    advantage = compute_gae(
+        rollout.reward, value * scale, rollout.terminated, rollout.truncated, args.gamma, args.gae_lambda
+    )
+    returns = advantage + value[:-1] * scale
+    mask = ~rollout.is_reset
+    agent = agent.replace(return_rms=agent.return_rms.update(returns.reshape(-1), mask.reshape(-1)))
+    rows = Batch(rollout.obs, rollout.action, rollout.log_prob, value[:-1], advantage, returns / scale, mask)
+    rows = jax.tree.map(lambda x: jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - 2)), x, 0), rows)
+    return agent, jax.tree.map(lambda x: x.reshape(args.batch_size, *x.shape[2:]), rows)
+
+
+def ppo_loss(params, network: Network, batch: Batch, args: Args):
+    """The clipped surrogate objective (Schulman et al. 2017, eq. 7 and 9) over a minibatch, and its diagnostics."""
+    mask = batch.mask
+    (mean, log_std), value = network.apply(params, batch.obs)
+    log_ratio = jnp.where(mask, gaussian_log_prob(batch.action, mean, log_std) - batch.log_prob, 0)
+    ratio = jnp.exp(log_ratio)
+
+    advantage = batch.advantage
+    if args.norm_adv:
+        centered = jnp.where(mask, advantage - masked_mean(advantage, mask), 0)
+        advantage = centered / (jnp.sqrt(masked_mean(jnp.square(centered), mask)) + 1e-8)
+
+    clipped_ratio = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -masked_mean(jnp.minimum(ratio * advantage, clipped_ratio * advantage), mask)
+
+    value_error = jnp.square(value - batch.target)
+    if args.clip_vloss:
+        clipped_value = batch.value + jnp.clip(value - batch.value, -args.clip_coef, args.clip_coef)
+        value_error = jnp.maximum(value_error, jnp.square(clipped_value - batch.target))
+    value_loss = masked_mean(value_error, mask)
+
+    entropy = masked_mean(gaussian_entropy(log_std), mask)
+    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
+    return loss, {
+        "losses/loss": loss,
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy,
+        "losses/old_approx_kl": masked_mean(-log_ratio, mask),
+        "losses/approx_kl": masked_mean(jnp.expm1(log_ratio) - log_ratio, mask),  # http://joschu.net/blog/kl-approx.html
+        "losses/clipfrac": masked_mean((jnp.abs(ratio - 1) > args.clip_coef).astype(ratio.dtype), mask),
+    }
+
+
+def improve(agent: AgentState, minibatch: Batch, rate, args: Args) -> tuple[AgentState, dict[str, jax.Array]]:
+    """One step of gradient descent on a minibatch, at the given learning rate."""
+    grads, metrics = jax.grad(ppo_loss, has_aux=True)(agent.params, agent.network, minibatch, args)
+    direction, opt_state = make_optimizer(args).update(grads, agent.opt_state)
+    params = jax.tree.map(lambda p, d: p - rate.astype(p.dtype) * d, agent.params, direction)
+    return agent.replace(params=params, opt_state=opt_state), metrics | {"losses/grad_norm": optax.global_norm(grads)}
+
+
+def explained_variance(value, target, mask):
+    """Share of the targets' variance that the values explain, over the rows [B] that mask keeps; 0 where there is none."""
+    target_var = masked_mean(jnp.square(target - masked_mean(target, mask)), mask)
+    error = target - value
+    error_var = masked_mean(jnp.square(error - masked_mean(error, mask)), mask)
+    return jnp.where(target_var > 0, 1 - error_var / jnp.where(target_var > 0, target_var, 1), 0)
+
+
+def update_agent(agent: AgentState, rollout: Rollout, last_obs, rate, key, args: Args):
+    """Improve an agent by `update_epochs` passes over a rollout, each in fresh random minibatches.
+
+    Once a minibatch's approximate KL divergence exceeds `target_kl`, neither it nor what follows changes anything.
+    Returns the agent and the means of the metrics over the minibatches that changed it.
+    """
+    target_kl = math.inf if args.target_kl is None else args.target_kl
+    if not args.recompute_advantage:
+        agent, fixed_batch = estimate_advantages(agent, rollout, last_obs, args)
+
+    def update_minibatch(carry, minibatch):
+        agent, stopped = carry
+        improved, metrics = improve(agent, minibatch, rate, args)
+        stopped |= metrics["losses/approx_kl"] > target_kl
+        agent = jax.tree.map(functools.partial(jnp.where, stopped), agent, improved)
+        return (agent, stopped), (metrics, ~stopped)
+
+    def update_epoch(carry, key):
+        agent, stopped = carry
+        if args.recompute_advantage:
+            estimated, batch = estimate_advantages(agent, rollout, last_obs, args)
+            agent = jax.tree.map(functools.partial(jnp.where, stopped), agent, estimated)
+        else:
+            batch = fixed_batch
+        order = jax.random.permutation(key, args.batch_size).reshape(args.num_minibatches, -1)
+        carry, (metrics, executed) = jax.lax.scan(
+            update_minibatch, (agent, stopped), jax.tree.map(lambda x: x[order], batch)
+        )
+        return carry, (metrics, executed, explained_variance(batch.value, batch.target, batch.mask))
+
+    keys = jax.random.split(key, args.update_epochs)
+    (agent, _), (metrics, executed, explained) = jax.lax.scan(update_epoch, (agent, jnp.zeros((), bool)), keys)
+    metrics = jax.tree.map(lambda x: masked_mean(x, executed), metrics)
+    return agent, metrics | {"losses/explained_variance": explained[0]}  # of the critic that saw the rollout first
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, jax.Array]:
+    """Means over the episodes that finished in a rollout, and over the last ones of all environments."""
+    info, ended = rollout.info, rollout.terminated | rollout.truncated
+    last_return, last_length = info["returned_episode_return"][-1], info["returned_episode_length"][-1]
+    metrics = {
+        "charts/num_episodes": ended.sum(),
+        "charts/episodic_return": masked_mean(info["episode_return"], ended),
+        "charts/episodic_length": masked_mean(info["episode_length"].astype(jnp.float32), ended),
+        "charts/avg_episodic_return": masked_mean(last_return, last_length > 0),
+        "charts/avg_episodic_length": masked_mean(last_length.astype(jnp.float32), last_length > 0),
+        "charts/reset_fraction": rollout.is_reset.astype(jnp.float32).mean(),
+    }
+    for key in ("success", "is_success"):
+        if key in info:
+            metrics["charts/success_rate"] = masked_mean(info[key].astype(jnp.float32), ended)
+    return metrics
+
+
+EPISODE_METRICS = ("charts/episodic_return", "charts/episodic_length", "charts/success_rate")  # need a finished episode
+
+
+def all_finite(tree):
+    """Whether every floating-point entry of a pytree is finite."""
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+
+
+@functools.partial(jax.jit, static_argnames=("env", "args"))
+def train_iteration(state: RunState, env: Env, args: Args) -> tuple[RunState, Report]:
+    """One iteration of PPO: act, then improve."""
+    state, rollout = collect_rollout(env, state, args)
+    key, update_key = jax.random.split(state.key)
+    rate = learning_rate(args, state.iteration)
+    agent, metrics = update_agent(state.agent, rollout, state.obs, rate, update_key, args)
+    mean_std = jnp.exp(agent.params["params"]["actor"]["log_std"]).mean()
+    metrics |= rollout_metrics(rollout) | {"charts/learning_rate": rate, "charts/action_std": mean_std}
+    faults = {
+        "observation": ~all_finite((rollout.obs, state.obs)),
+        "reward": ~all_finite(jnp.where(rollout.is_reset, 0, rollout.reward)),
+        "loss": ~all_finite(metrics["losses/loss"]),
+        "parameter": ~all_finite(agent.params),
+    }
+    ended = rollout.terminated | rollout.truncated
+    report = Report(metrics, faults, ended, rollout.info["episode_return"])
+    return state.replace(iteration=state.iteration + 1, key=key, agent=agent), report
+
+
+def make_state(args: Args, handle, obs, observation_space, action_space) -> RunState:
+    """A new run, at the first observations of its environments."""
+    key, agent_key = jax.random.split(jax.random.PRNGKey(args.seed))
+    wrappers, obs = fold(make_wrappers(args, observation_space, action_space), "reset", obs)
+    agent = make_agent(args, agent_key, obs.shape[-1], action_space.shape[0])
+    return RunState(jnp.zeros((), jnp.int32), key, agent, handle, wrappers, obs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+class StopSignal:
+    """While entered, SIGINT and SIGTERM are kept for the training loop to see; a second one ends the process at once."""
+
+    def __init__(self):
+        self.received: Optional[signal.Signals] = None
+        self.previous = {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            self.previous = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def receive(self, number, frame):
+        self.received = signal.Signals(number)
+        for number in self.previous:
+            signal.signal(number, signal.SIG_DFL)
+        os.write(2, f"\n{self.received.name}: this iteration is the last; once more ends at once\n".encode())
+
+    def __exit__(self, *exception):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+
+def check_wandb_login() -> None:
+    """Raise `BadInput` where W&B would want to go online without a key."""
+    import wandb
+
+    if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+        raise BadInput("track=True: no login at Weights and Biases; run `wandb login`, or set WANDB_MODE=offline")
+
+
+def make_run_directory(args: Args) -> str:
+    """Make `runs/{run_name}`, which no other run shares, and return the run's name."""
+    second = int(time.time())
+    while True:
+        run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{second}".replace("/", "-")
+        try:
+            os.makedirs(os.path.join("runs", run_name))
+            return run_name
+        except FileExistsError:
+            second += 1
+        except OSError as error:
+            raise BadInput(f"runs/{run_name}: cannot be made here ({error.strerror})") from None
+
+
+def versions() -> dict[str, str]:
+    packages = ("jax", "jaxlib", "flax", "optax", "envpool", "numpy")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+
+
+def git_commit() -> Optional[str]:
+    """The commit of the repository that this file lies in, if any."""
+    command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write_atomically(path: str, content: bytes) -> None:
+    """Write a file so that at any moment `path` holds all of the old content or all of the new."""
+    with open(path + ".tmp", "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".tmp", path)
+
+
+def start_wandb(args: Args, run_name: str):
+    """Track a run, its arguments and this file's code. Whatever TensorBoard's writer gets from now on is mirrored."""
+    import wandb
+
+    return wandb.init(
+        project=args.wandb_project_name,
+        entity=args.wandb_entity,
+        name=run_name,
+        config=dataclasses.asdict(args),
+        sync_tensorboard=True,
+        save_code=True,
+    )
+
+
+def write_scalars(writer, metrics: dict[str, float], step: int) -> None:
+    """Write to TensorBoard what CleanRL's event files hold and every reader of them finds."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+    writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+
+def write_table(writer, tag: str, table: dict[str, Any]) -> None:
+    """Write a table to TensorBoard's text panel."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.text.metadata import create_summary_metadata
+    from tensorboard.util.tensor_util import make_tensor_proto
+
+    text = "|param|value|\n|-|-|\n" + "\n".join(f"|{key}|{value}|" for key, value in table.items())
+    metadata = create_summary_metadata(display_name=tag, description="")
+    value = Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=make_tensor_proto([text.encode()]))
+    writer.add_event(Event(wall_time=time.time(), summary=Summary(value=[value])))
+
+
+class RunLog:
+    """The outside of a run: TensorBoard, W&B, the terminal and, however the run ends, `summary.json`."""
+
+    def __init__(self, args: Args, run_name: str, stop: StopSignal):
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.args, self.run_name, self.stop = args, run_name, stop
+        self.iteration, self.start_time = 0, time.time()
+        self.first_end = self.last_end = self.start_time  # of the first iteration, which compiles, and of the latest
+        self.last_returns = collections.deque(maxlen=100)
+        self.summary: dict[str, Any] = {}
+        self.wandb_run = start_wandb(args, run_name) if args.track else None
+        self.writer = EventFileWriter(os.path.join("runs", run_name), flush_secs=10)
+        columns = ("{task.percentage:3.0f}%", BarColumn(), "{task.description}", TimeRemainingColumn())
+        self.progress = Progress(*columns, disable=not sys.stdout.isatty())
+        self.task = self.progress.add_task("compiling", total=args.num_iterations)
+
+    def __enter__(self):
+        packages = ", ".join(f"{name} {version}" for name, version in versions().items())
+        threads = self.args.num_threads or min(self.args.num_envs, os.cpu_count())
+        print(self.run_name)
+        print(f"{packages}; {jax.default_backend()}, {os.cpu_count()} cores, {threads} EnvPool threads", flush=True)
+        write_table(self.writer, "hyperparameters", dataclasses.asdict(self.args))
+        self.progress.start()
+        return self
+
+    @property
+    def global_step(self) -> int:
+        return self.iteration * self.args.batch_size
+
+    @property
+    def sps(self) -> Optional[float]:
+        """Steps per second since the end of the first iteration."""
+        timed_steps = (self.iteration - 1) * self.args.batch_size
+        return timed_steps / (self.last_end - self.first_end) if timed_steps > 0 else None
+
+    @property
+    def mean_return(self) -> Optional[float]:
+        """Mean return of the last 100 finished episodes."""
+        return float(np.mean(self.last_returns)) if self.last_returns else None
+
+    def record(self, report: Report) -> None:
+        """Log an iteration, `report` in NumPy. Raises FloatingPointError if something in it was not finite."""
+        now, self.iteration = time.time(), self.iteration + 1
+        self.last_returns.extend(report.episode_return[report.ended].tolist())
+        metrics = {name: float(value) for name, value in report.metrics.items()}
+        if not report.ended.any():  # a mean over no episode is not a score
+            metrics = {name: metrics[name] for name in metrics if name not in EPISODE_METRICS}
+        if not self.last_returns:
+            metrics = {name: metrics[name] for name in metrics if not name.startswith("charts/avg_")}
+        if self.iteration == 1:
+            self.first_end = self.last_end = now
+        else:
+            metrics["charts/SPS_update"] = self.args.batch_size / (now - self.last_end)
+            self.last_end = now
+            metrics["charts/SPS"] = self.sps
+        write_scalars(self.writer, metrics, self.global_step)
+        line = f"step {self.global_step:,}  return {self.mean_return or math.nan:.1f}  SPS {self.sps or math.nan:,.0f}"
+        self.progress.update(self.task, completed=self.iteration, description=line)
+        twentieths = 20 * np.array([self.iteration - 1, self.iteration]) // self.args.num_iterations
+        if self.progress.disable and (self.iteration == 1 or twentieths[0] < twentieths[1]):
+            print(line, flush=True)
+        faults = [name for name, fault in report.faults.items() if fault]
+        if faults:
+            raise FloatingPointError(f"iteration {self.iteration}: not finite: {', '.join(faults)}")
+
+    def __exit__(self, exception_type, exception, traceback):
+        self.progress.stop()
+        self.summary |= {
+            "status": "failed" if exception else "stopped" if self.stop.received else "finished",
+            "reason": repr(exception) if exception else self.stop.received and self.stop.received.name,
+            "run_name": self.run_name,
+            "args": dataclasses.asdict(self.args),
+            "command": shlex.join(sys.argv),
+            "commit": git_commit(),
+            "versions": versions(),
+            "machine": f"{platform.platform()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}",
+            "global_step": self.global_step,
+            "mean_return": self.mean_return,  # of so many last episodes, at most 100:
+            "num_returns": len(self.last_returns),
+            "wall_time": time.time() - self.start_time,
+            "SPS": self.sps,
+        }
+        write_atomically(os.path.join("runs", self.run_name, "summary.json"), json.dumps(self.summary, indent=2).encode())
+        self.writer.close()
+        if self.wandb_run:
+            self.wandb_run.finish(exit_code=int(exception is not None))
+        print(
+            f"{self.summary['status']}: last-{len(self.last_returns)} return {self.mean_return or math.nan:.1f}, "
+            f"{self.summary['wall_time']:.0f} s, {self.sps or math.nan:,.0f} SPS",
+            flush=True,
+        )
+
+
+def train(args: Args) -> dict[str, Any]:
+    """Train an agent and return the run's summary.
+
+    Raises `BadInput` before anything is written, and FloatingPointError when a loss, reward or parameter is not finite.
+    """
+    if args.track:
+        check_wandb_login()
+    seeds = environment_seeds(args.num_envs, args.seed, stream=0, iteration=0)
+    pool = make_pool(args.env_id, args.num_envs, seeds, args.num_threads, **parse_env_kwargs(args.env_kwargs))
+    with StopSignal() as stop, RunLog(args, make_run_directory(args), stop) as log:
+        env, handle = as_env(pool)
+        obs = jax.tree.map(to_float32, pool.reset()[0])
+        state = make_state(args, handle, obs, pool.observation_space, pool.action_space)
+        while log.iteration < args.num_iterations and not stop.received:
+            state, report = train_iteration(state, env, args)
+            log.record(jax.device_get(report))
+    return log.summary
+
+
+def main(argv: Optional[list[str]] = None) -> int:
+    """The command line; returns its exit status."""
+    args = tyro.cli(Args, args=argv)
+    try:
+        summary = train(args)
+    except (BadInput, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, BadInput) else 1
+    return 0 if summary["status"] == "finished" else 128 + signal.Signals[summary["reason"]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
