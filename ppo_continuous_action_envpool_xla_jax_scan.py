@@ -26,8 +26,10 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -64,7 +66,7 @@ class Args:
     """track this experiment with Weights and Biases (WANDB_MODE=offline needs no login)"""
     wandb_project_name: str = "cleanRL"
     """the project's name at Weights and Biases"""
-    wandb_entity: Optional[str] = None
+    wandb_entity: str | None = None
     """the entity (team) at Weights and Biases"""
 
     # Environment
@@ -110,7 +112,7 @@ class Args:
     """coefficient of the mean squared value error (CleanRL's other scripts halve the error: their 0.5 is 0.25 here)"""
     max_grad_norm: float = 0.5
     """the largest norm of the gradient, of actor and critic together"""
-    target_kl: Optional[float] = None
+    target_kl: float | None = None
     """end an iteration's updates once a minibatch's approximate KL divergence exceeds this"""
     norm_return: bool = True
     """let the critic predict returns divided by their running deviation, as tianshou does"""
@@ -215,13 +217,11 @@ class RunningMeanStd(struct.PyTreeNode):
 
     def update(self, x, mask):
         """Merge the rows of x [B, ...] that mask [B] keeps. Keeping none changes nothing."""
-        mask = jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (x.ndim - 1)), x.shape)
-        x = x.astype(jnp.float64)
-        batch_count = mask.reshape(len(mask), -1)[:, 0].sum()
-        batch_mean = masked_mean(x, mask, axis=0)
-        batch_var = masked_mean(jnp.square(x - batch_mean[None]), mask, axis=0)
-        count = self.count + batch_count
-        weight = batch_count / jnp.maximum(count, 1)  # of the batch in the merged stream
+        x, keep = x.astype(jnp.float64), jnp.broadcast_to(jnp.expand_dims(mask, range(1, x.ndim)), x.shape)
+        batch_mean = masked_mean(x, keep, axis=0)
+        batch_var = masked_mean(jnp.square(x - batch_mean[None]), keep, axis=0)
+        count = self.count + mask.sum()
+        weight = mask.sum() / jnp.maximum(count, 1)  # of the batch in the merged stream
         delta = batch_mean - self.mean
         return self.replace(
             mean=self.mean + weight * delta,
@@ -244,16 +244,12 @@ class VectorEnvRecordStatistics(EnvWrapper):
     returned_episode_length: jax.Array  # [N] 0 where none has finished
 
     @classmethod
-    def create(cls):
-        zeros, none = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
+    def create(cls, num_envs: int = 0):
+        zeros, none = jnp.zeros(num_envs, jnp.float32), jnp.zeros(num_envs, jnp.int32)
         return cls(zeros, none, zeros, none)
 
     def reset(self, obs):
-        num_envs = len(jax.tree.leaves(obs)[0])
-        zeros, none = jnp.zeros(num_envs, jnp.float32), jnp.zeros(num_envs, jnp.int32)
-        return self.replace(
-            episode_return=zeros, episode_length=none, returned_episode_return=zeros, returned_episode_length=none
-        ), obs
+        return self.create(len(jax.tree.leaves(obs)[0])), obs
 
     def recv(self, step):
         done = step.terminated | step.truncated
@@ -265,7 +261,7 @@ class VectorEnvRecordStatistics(EnvWrapper):
             returned_episode_return=jnp.where(done, episode_return, self.returned_episode_return),
             returned_episode_length=jnp.where(done, episode_length, self.returned_episode_length),
         )
-        return successor, step._replace(info=step.info | dataclasses.asdict(successor))
+        return successor, step._replace(info=step.info | vars(successor))
 
 
 class VectorEnvFlattenObs(EnvWrapper):
@@ -326,16 +322,21 @@ class VectorEnvNormReward(EnvWrapper):
         return self.replace(rms=rms, discounted_return=discounted_return), step._replace(reward=reward)
 
 
+def vector_spaces(observation_space) -> list:
+    """The spaces of a dict of observations, or else the one space."""
+    return list(getattr(observation_space, "spaces", {"": observation_space}).values())
+
+
 def make_wrappers(args: Args, observation_space, action_space) -> tuple[EnvWrapper, ...]:
     """The wrappers that the arguments ask for, innermost first. A wrapper of your own goes here."""
-    spaces = getattr(observation_space, "spaces", {"": observation_space}).values()
     wrappers = [
         VectorEnvRecordStatistics.create(),
         VectorEnvFlattenObs(),
         VectorEnvClipAct(jnp.float32(action_space.low), jnp.float32(action_space.high)),
     ]
     if args.norm_obs:
-        wrappers.append(VectorEnvNormObs(RunningMeanStd.create((sum(math.prod(space.shape) for space in spaces),))))
+        obs_size = sum(math.prod(space.shape) for space in vector_spaces(observation_space))
+        wrappers.append(VectorEnvNormObs(RunningMeanStd.create((obs_size,))))
     if args.norm_reward:
         wrappers.append(VectorEnvNormReward.create(args.gamma))
     return tuple(wrappers)
@@ -368,23 +369,27 @@ def check_task(env_id: str, options: dict[str, Any]) -> None:
 
     ids = envpool.list_all_envs()
     if env_id not in ids:
-        near = difflib.get_close_matches(env_id, ids, n=3, cutoff=0.3)
+        near = difflib.get_close_matches(env_id, ids, n=3, cutoff=0)
         raise BadInput(f"env_id={env_id}: EnvPool has no such task; the nearest names are {', '.join(near)}")
+    try:
+        spec = envpool.make_spec(env_id)
+    except Exception as error:  # EnvPool's suites ask for libraries of their own, in their own ways
+        raise BadInput(f"env_id={env_id}: EnvPool cannot make it here: {str(error).splitlines()[0]}") from None
     ours = {"num_envs", "batch_size", "num_threads", "max_num_players", "seed", "env_seed", "gym_reset_return_info"}
-    allowed = [key for key in envpool.make_spec(env_id).config._fields if key not in ours]
+    allowed = [key for key in spec.config._fields if key not in ours]
     for key in options:
         if key not in allowed:
             raise BadInput(f"env_kwargs={key}: no option of {env_id}; it takes {', '.join(allowed)}")
     try:
         spec = envpool.make_spec(env_id, **options)
     except TypeError:
-        raise BadInput(f"env_kwargs={options}: EnvPool does not take a value of this type") from None
-    action, observation = spec.action_space, spec.observation_space
+        raise BadInput(f"env_kwargs={options}: EnvPool takes values of another type") from None
+    action = spec.action_space
     if not (hasattr(action, "low") and np.issubdtype(action.dtype, np.floating) and len(action.shape) == 1):
         raise BadInput(f"env_id={env_id}: its actions are {action}; a vector of continuous actions is needed")
     if not np.isfinite([action.low, action.high]).all():
         raise BadInput(f"env_id={env_id}: its actions are {action}; finite bounds are needed")
-    for space in getattr(observation, "spaces", {"": observation}).values():
+    for space in vector_spaces(spec.observation_space):
         if not (hasattr(space, "low") and np.issubdtype(space.dtype, np.floating) and len(space.shape) <= 2):
             raise BadInput(f"env_id={env_id}: it observes {space}; vectors of numbers, or one dict of them, are needed")
 
@@ -398,10 +403,13 @@ def make_pool(env_id: str, num_envs: int, env_seed: list[int], num_threads: int 
     """An EnvPool of the task, with EnvPool's own `options` for it. Raises `BadInput` for what cannot be trained on."""
     import envpool
 
-    check_task(env_id, options)
-    return envpool.make(
-        env_id, env_type="gymnasium", num_envs=num_envs, num_threads=num_threads, env_seed=env_seed, **options
-    )
+    if jax.default_backend() == "tpu":
+        raise BadInput("backend=tpu: EnvPool steps on CPU and GPU only; set JAX_PLATFORMS=cpu")
+    with warnings.catch_warnings(action="ignore"):  # of the bounds of observations, which Gymnasium narrows to float32
+        check_task(env_id, options)
+        return envpool.make(
+            env_id, env_type="gymnasium", num_envs=num_envs, num_threads=num_threads, env_seed=env_seed, **options
+        )
 
 
 def as_env(pool) -> tuple[Env, Any]:
@@ -561,6 +569,7 @@ class Report(NamedTuple):
     """What an iteration tells the outside world."""
 
     metrics: dict[str, jax.Array]  # scalars
+    episode_means: dict[str, jax.Array]  # scalars, NaN where no episode finished
     faults: dict[str, jax.Array]  # bool scalars: what was not finite
     ended: jax.Array  # [T, N] bool: an episode finished
     episode_return: jax.Array  # [T, N] of the running episodes
@@ -610,9 +619,7 @@ def estimate_advantages(agent: AgentState, rollout: Rollout, last_obs, args: Arg
     """
     value = agent.network.apply(agent.params, jnp.concatenate([rollout.obs, last_obs[None]]), method="value")
     scale = agent.return_scale(args).astype(value.dtype)
-    advantage = compute_gae(
-        rollout.reward, value * scale, rollout.terminated, rollout.truncated, args.gamma, args.gae_lambda
-    )
+    advantage = compute_gae(rollout.reward, value * scale, rollout.terminated, rollout.truncated, args.gamma, args.gae_lambda)
     returns = advantage + value[:-1] * scale
     mask = ~rollout.is_reset
     agent = agent.replace(return_rms=agent.return_rms.update(returns.reshape(-1), mask.reshape(-1)))
@@ -704,9 +711,7 @@ def update_agent(agent: AgentState, rollout: Rollout, last_obs, rate, key, args:
         else:
             batch = fixed_batch
         order = random_order(key, args.batch_size).reshape(args.num_minibatches, -1)
-        carry, (metrics, executed) = jax.lax.scan(
-            update_minibatch, (agent, stopped), jax.tree.map(lambda x: x[order], batch)
-        )
+        carry, (metrics, executed) = jax.lax.scan(update_minibatch, (agent, stopped), jax.tree.map(lambda x: x[order], batch))
         return carry, (metrics, executed, explained_variance(batch.value, batch.target, batch.mask))
 
     keys = jax.random.split(key, args.update_epochs)
@@ -715,25 +720,22 @@ def update_agent(agent: AgentState, rollout: Rollout, last_obs, rate, key, args:
     return agent, metrics | {"losses/explained_variance": explained[0]}  # of the critic that saw the rollout first
 
 
-def rollout_metrics(rollout: Rollout) -> dict[str, jax.Array]:
-    """Means over the episodes that finished in a rollout, and over the last ones of all environments."""
+def episode_means(rollout: Rollout) -> dict[str, jax.Array]:
+    """Means over the episodes that finished in a rollout, and over the last ones of all environments; NaN of none."""
     info, ended = rollout.info, rollout.terminated | rollout.truncated
     last_return, last_length = info["returned_episode_return"][-1], info["returned_episode_length"][-1]
-    metrics = {
-        "charts/num_episodes": ended.sum(),
-        "charts/episodic_return": masked_mean(info["episode_return"], ended),
-        "charts/episodic_length": masked_mean(info["episode_length"].astype(jnp.float32), ended),
-        "charts/avg_episodic_return": masked_mean(last_return, last_length > 0),
-        "charts/avg_episodic_length": masked_mean(last_length.astype(jnp.float32), last_length > 0),
-        "charts/reset_fraction": rollout.is_reset.astype(jnp.float32).mean(),
+    means = {
+        "charts/episodic_return": (info["episode_return"], ended),
+        "charts/episodic_length": (info["episode_length"], ended),
+        "charts/avg_episodic_return": (last_return, last_length > 0),
+        "charts/avg_episodic_length": (last_length, last_length > 0),
     }
     for key in ("success", "is_success"):
         if key in info:
-            metrics["charts/success_rate"] = masked_mean(info[key].astype(jnp.float32), ended)
-    return metrics
-
-
-EPISODE_METRICS = ("charts/episodic_return", "charts/episodic_length", "charts/success_rate")  # need a finished episode
+            means["charts/success_rate"] = (info[key], ended)
+    return {
+        name: jnp.where(mask.any(), masked_mean(x.astype(jnp.float32), mask), jnp.nan) for name, (x, mask) in means.items()
+    }
 
 
 def all_finite(tree):
@@ -748,16 +750,20 @@ def train_iteration(state: RunState, env: Env, args: Args) -> tuple[RunState, Re
     key, update_key = jax.random.split(state.key)
     rate = learning_rate(args, state.iteration)
     agent, metrics = update_agent(state.agent, rollout, state.obs, rate, update_key, args)
-    mean_std = jnp.exp(agent.params["params"]["actor"]["log_std"]).mean()
-    metrics |= rollout_metrics(rollout) | {"charts/learning_rate": rate, "charts/action_std": mean_std}
+    ended = rollout.terminated | rollout.truncated
+    metrics |= {
+        "charts/num_episodes": ended.sum(),
+        "charts/reset_fraction": rollout.is_reset.astype(jnp.float32).mean(),
+        "charts/learning_rate": rate,
+        "charts/action_std": jnp.exp(agent.params["params"]["actor"]["log_std"]).mean(),
+    }
     faults = {
         "observation": ~all_finite((rollout.obs, state.obs)),
         "reward": ~all_finite(jnp.where(rollout.is_reset, 0, rollout.reward)),
         "loss": ~all_finite(metrics["losses/loss"]),
         "parameter": ~all_finite(agent.params),
     }
-    ended = rollout.terminated | rollout.truncated
-    report = Report(metrics, faults, ended, rollout.info["episode_return"])
+    report = Report(metrics, episode_means(rollout), faults, ended, rollout.info["episode_return"])
     return state.replace(iteration=state.iteration + 1, key=key, agent=agent), report
 
 
@@ -777,7 +783,7 @@ class StopSignal:
     """While entered, SIGINT and SIGTERM are kept for the training loop to see; a second one ends the process at once."""
 
     def __init__(self):
-        self.received: Optional[signal.Signals] = None
+        self.received: signal.Signals | None = None
         self.previous = {}
 
     def __enter__(self):
@@ -823,7 +829,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
 
 
-def git_commit() -> Optional[str]:
+def git_commit() -> str | None:
     """The commit of the repository that this file lies in, if any."""
     command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"]
     try:
@@ -888,7 +894,7 @@ class RunLog:
         self.first_end = self.last_end = self.start_time  # of the first iteration, which compiles, and of the latest
         self.last_returns = collections.deque(maxlen=100)
         self.summary: dict[str, Any] = {}
-        self.wandb_run = start_wandb(args, run_name) if args.track else None
+        self.wandb_run = start_wandb(args, run_name) if args.track else None  # first: it patches TensorBoard's writer
         self.writer = EventFileWriter(os.path.join("runs", run_name), flush_secs=10)
         columns = ("{task.percentage:3.0f}%", BarColumn(), "{task.description}", TimeRemainingColumn())
         self.progress = Progress(*columns, disable=not sys.stdout.isatty())
@@ -908,25 +914,21 @@ class RunLog:
         return self.iteration * self.args.batch_size
 
     @property
-    def sps(self) -> Optional[float]:
+    def sps(self) -> float | None:
         """Steps per second since the end of the first iteration."""
         timed_steps = (self.iteration - 1) * self.args.batch_size
         return timed_steps / (self.last_end - self.first_end) if timed_steps > 0 else None
 
     @property
-    def mean_return(self) -> Optional[float]:
+    def mean_return(self) -> float | None:
         """Mean return of the last 100 finished episodes."""
         return float(np.mean(self.last_returns)) if self.last_returns else None
 
     def record(self, report: Report) -> None:
         """Log an iteration, `report` in NumPy. Raises FloatingPointError if something in it was not finite."""
         now, self.iteration = time.time(), self.iteration + 1
-        self.last_returns.extend(report.episode_return[report.ended].tolist())
-        metrics = {name: float(value) for name, value in report.metrics.items()}
-        if not report.ended.any():  # a mean over no episode is not a score
-            metrics = {name: metrics[name] for name in metrics if name not in EPISODE_METRICS}
-        if not self.last_returns:
-            metrics = {name: metrics[name] for name in metrics if not name.startswith("charts/avg_")}
+        episode_means = {name: value for name, value in report.episode_means.items() if not np.isnan(value)}
+        metrics = {name: float(value) for name, value in (report.metrics | episode_means).items()}
         if self.iteration == 1:
             self.first_end = self.last_end = now
         else:
@@ -934,20 +936,23 @@ class RunLog:
             self.last_end = now
             metrics["charts/SPS"] = self.sps
         write_scalars(self.writer, metrics, self.global_step)
-        line = f"step {self.global_step:,}  return {self.mean_return or math.nan:.1f}  SPS {self.sps or math.nan:,.0f}"
-        self.progress.update(self.task, completed=self.iteration, description=line)
-        twentieths = 20 * np.array([self.iteration - 1, self.iteration]) // self.args.num_iterations
-        if self.progress.disable and (self.iteration == 1 or twentieths[0] < twentieths[1]):
-            print(line, flush=True)
         faults = [name for name, fault in report.faults.items() if fault]
         if faults:
             raise FloatingPointError(f"iteration {self.iteration}: not finite: {', '.join(faults)}")
+        self.last_returns.extend(report.episode_return[report.ended].tolist())
+        status = f"step {self.global_step:,}  return {show(self.mean_return, '.1f')}  SPS {show(self.sps, ',.0f')}"
+        self.progress.update(self.task, completed=self.iteration, description=status)
+        before, after = (20 * i // self.args.num_iterations for i in (self.iteration - 1, self.iteration))
+        if self.progress.disable and (after > before or self.iteration == 1):  # about twenty lines where output is piped
+            print(status, flush=True)
 
     def __exit__(self, exception_type, exception, traceback):
         self.progress.stop()
+        status = "failed" if exception else "finished" if self.iteration == self.args.num_iterations else "stopped"
+        reasons = {"failed": repr(exception), "finished": None, "stopped": getattr(self.stop.received, "name", None)}
         self.summary |= {
-            "status": "failed" if exception else "stopped" if self.stop.received else "finished",
-            "reason": repr(exception) if exception else self.stop.received and self.stop.received.name,
+            "status": status,
+            "reason": reasons[status],
             "run_name": self.run_name,
             "args": dataclasses.asdict(self.args),
             "command": shlex.join(sys.argv),
@@ -955,7 +960,7 @@ class RunLog:
             "versions": versions(),
             "machine": f"{platform.platform()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}",
             "global_step": self.global_step,
-            "mean_return": self.mean_return,  # of so many last episodes, at most 100:
+            "mean_return": self.mean_return,  # of the last finished episodes, at most 100:
             "num_returns": len(self.last_returns),
             "wall_time": time.time() - self.start_time,
             "SPS": self.sps,
@@ -965,34 +970,40 @@ class RunLog:
         if self.wandb_run:
             self.wandb_run.finish(exit_code=int(exception is not None))
         print(
-            f"{self.summary['status']}: last-{len(self.last_returns)} return {self.mean_return or math.nan:.1f}, "
-            f"{self.summary['wall_time']:.0f} s, {self.sps or math.nan:,.0f} SPS",
+            f"{status}: return {show(self.mean_return, '.1f')} over the last {len(self.last_returns)} episodes, "
+            f"{self.summary['wall_time']:.0f} s, {show(self.sps, ',.0f')} SPS",
             flush=True,
         )
+
+
+def show(value: float | None, form: str) -> str:
+    """Format a number that may not exist yet."""
+    return "-" if value is None else format(value, form)
 
 
 def train(args: Args) -> dict[str, Any]:
     """Train an agent and return the run's summary.
 
-    Raises `BadInput` before anything is written, and FloatingPointError when a loss, reward or parameter is not finite.
+    Raises `BadInput` before anything is written, and FloatingPointError if a loss, reward or parameter is not finite.
     """
-    # The minibatches are too small to share: an update takes XLA 28 ms with two threads, 21 ms with one. EnvPool has its own.
+    # Minibatches are too small to share: an update takes XLA 28 ms with two threads, 21 ms with one. EnvPool has its own.
     os.environ.setdefault("NPROC", "1")  # the size of XLA's thread pool, read when JAX first uses the CPU
     if args.track:
         check_wandb_login()
     seeds = environment_seeds(args.num_envs, args.seed, stream=0, iteration=0)
-    pool = make_pool(args.env_id, args.num_envs, seeds, args.num_threads, **parse_env_kwargs(args.env_kwargs))
-    with StopSignal() as stop, RunLog(args, make_run_directory(args), stop) as log:
-        env, handle = as_env(pool)
-        obs = jax.tree.map(to_float32, pool.reset()[0])
-        state = make_state(args, handle, obs, pool.observation_space, pool.action_space)
-        while log.iteration < args.num_iterations and not stop.received:
-            state, report = train_iteration(state, env, args)
-            log.record(jax.device_get(report))
+    with StopSignal() as stop:
+        pool = make_pool(args.env_id, args.num_envs, seeds, args.num_threads, **parse_env_kwargs(args.env_kwargs))
+        with RunLog(args, make_run_directory(args), stop) as log:
+            env, handle = as_env(pool)
+            obs = jax.tree.map(to_float32, pool.reset()[0])
+            state = make_state(args, handle, obs, pool.observation_space, pool.action_space)
+            while log.iteration < args.num_iterations and not stop.received:
+                state, report = train_iteration(state, env, args)
+                log.record(jax.device_get(report))
     return log.summary
 
 
-def main(argv: Optional[list[str]] = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit status."""
     args = tyro.cli(Args, args=argv)
     try:
