@@ -127,7 +127,22 @@ class Args:
     def num_iterations(self) -> int:
         return self.total_timesteps // self.batch_size
 
+    @property
+    def env_options(self) -> dict[str, Any]:
+        """`env_kwargs` as a dict; values are Python literals, or else strings."""
+        options = {}
+        for pair in self.env_kwargs:
+            key, equals, value = pair.partition("=")
+            if not (key.isidentifier() and equals):
+                raise BadInput(f"env_kwargs={pair}: must be key=value, such as max_episode_steps=200")
+            try:
+                options[key] = ast.literal_eval(value)
+            except (ValueError, SyntaxError):
+                options[key] = value
+        return options
+
     def __post_init__(self):
+        _ = self.env_options  # raises for what is not key=value
         for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "total_timesteps"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name}={getattr(self, name)}: must be at least 1")
@@ -349,20 +364,6 @@ class Env(NamedTuple):
     recv: Callable[[Any], tuple[Any, Step]]  # handle -> handle, step
 
 
-def parse_env_kwargs(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """Read ("max_episode_steps=200", ...) into a dict. Values are Python literals, or else strings."""
-    options = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not (key.isidentifier() and equals):
-            raise BadInput(f"env_kwargs={pair}: must be key=value, such as max_episode_steps=200")
-        try:
-            options[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[key] = value
-    return options
-
-
 def check_task(env_id: str, options: dict[str, Any]) -> None:
     """Raise `BadInput` unless EnvPool has the task and takes the options, and PPO can act and observe in it."""
     import envpool
@@ -405,11 +406,10 @@ def make_pool(env_id: str, num_envs: int, env_seed: list[int], num_threads: int 
 
     if jax.default_backend() == "tpu":
         raise BadInput("backend=tpu: EnvPool steps on CPU and GPU only; set JAX_PLATFORMS=cpu")
-    with warnings.catch_warnings(action="ignore"):  # of the bounds of observations, which Gymnasium narrows to float32
-        check_task(env_id, options)
-        return envpool.make(
-            env_id, env_type="gymnasium", num_envs=num_envs, num_threads=num_threads, env_seed=env_seed, **options
-        )
+    # Gymnasium narrows the bounds of float64 observations to float32, and says so each time.
+    warnings.filterwarnings("ignore", ".*Box (low|high)'s precision lowered")
+    check_task(env_id, options)
+    return envpool.make(env_id, env_type="gymnasium", num_envs=num_envs, num_threads=num_threads, env_seed=env_seed, **options)
 
 
 def as_env(pool) -> tuple[Env, Any]:
@@ -624,7 +624,7 @@ def estimate_advantages(agent: AgentState, rollout: Rollout, last_obs, args: Arg
     mask = ~rollout.is_reset
     agent = agent.replace(return_rms=agent.return_rms.update(returns.reshape(-1), mask.reshape(-1)))
     rows = Batch(rollout.obs, rollout.action, rollout.log_prob, value[:-1], advantage, returns / scale, mask)
-    rows = jax.tree.map(lambda x: jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - 2)), x, 0), rows)
+    rows = jax.tree.map(lambda x: jnp.where(jnp.expand_dims(mask, range(2, x.ndim)), x, jnp.zeros_like(x)), rows)
     return agent, jax.tree.map(lambda x: x.reshape(args.batch_size, *x.shape[2:]), rows)
 
 
@@ -668,7 +668,7 @@ def improve(agent: AgentState, minibatch: Batch, rate, args: Args) -> tuple[Agen
     flat_grads, unravel = ravel_pytree(grads)  # one vector: fewer kernels than a dozen small arrays
     direction, opt_state = make_optimizer(args).update(flat_grads, agent.opt_state)
     params = jax.tree.map(lambda p, d: p - rate.astype(p.dtype) * d, agent.params, unravel(direction))
-    metrics |= {"losses/grad_norm": optax.global_norm(flat_grads)}
+    metrics |= {"losses/grad_norm": optax.tree.norm(flat_grads)}
     return agent.replace(params=params, opt_state=opt_state), metrics
 
 
@@ -992,7 +992,7 @@ def train(args: Args) -> dict[str, Any]:
         check_wandb_login()
     seeds = environment_seeds(args.num_envs, args.seed, stream=0, iteration=0)
     with StopSignal() as stop:
-        pool = make_pool(args.env_id, args.num_envs, seeds, args.num_threads, **parse_env_kwargs(args.env_kwargs))
+        pool = make_pool(args.env_id, args.num_envs, seeds, args.num_threads, **args.env_options)
         with RunLog(args, make_run_directory(args), stop) as log:
             env, handle = as_env(pool)
             obs = jax.tree.map(to_float32, pool.reset()[0])
