@@ -848,7 +848,7 @@ def write_atomically(path: str, content: bytes) -> None:
 
 
 def start_wandb(args: Args, run_name: str):
-    """Track a run, its arguments and this file's code. Whatever TensorBoard's writer gets from now on is mirrored."""
+    """Track a run, its arguments and this file's code. What TensorBoard's writer gets from now on is mirrored."""
     import wandb
 
     return wandb.init(
@@ -859,6 +859,13 @@ def start_wandb(args: Args, run_name: str):
         sync_tensorboard=True,
         save_code=True,
     )
+
+
+def make_writer(directory: str):
+    """TensorBoard's own writer. After `start_wandb`, which puts a class of its own in this one's place."""
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    return EventFileWriter(directory, flush_secs=10)
 
 
 def write_scalars(writer, metrics: dict[str, float], step: int) -> None:
@@ -887,15 +894,13 @@ class RunLog:
     """The outside of a run: TensorBoard, W&B, the terminal and, however the run ends, `summary.json`."""
 
     def __init__(self, args: Args, run_name: str, stop: StopSignal):
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
         self.args, self.run_name, self.stop = args, run_name, stop
         self.iteration, self.start_time = 0, time.time()
         self.first_end = self.last_end = self.start_time  # of the first iteration, which compiles, and of the latest
         self.last_returns = collections.deque(maxlen=100)
         self.summary: dict[str, Any] = {}
-        self.wandb_run = start_wandb(args, run_name) if args.track else None  # first: it patches TensorBoard's writer
-        self.writer = EventFileWriter(os.path.join("runs", run_name), flush_secs=10)
+        self.wandb_run = start_wandb(args, run_name) if args.track else None
+        self.writer = make_writer(os.path.join("runs", run_name))
         columns = ("{task.percentage:3.0f}%", BarColumn(), "{task.description}", TimeRemainingColumn())
         self.progress = Progress(*columns, disable=not sys.stdout.isatty())
         self.task = self.progress.add_task("compiling", total=args.num_iterations)

@@ -12,14 +12,14 @@ SCRIPT = ROOT / "ppo_continuous_action_envpool_xla_jax_scan.py"
 TINY = "--num-envs 4 --num-steps 16 --num-minibatches 4 --update-epochs 2 --total-timesteps 512".split()
 
 
-def command(*flags):
-    return [sys.executable, str(SCRIPT), *flags]
+def command(*flags, script=SCRIPT):
+    return [sys.executable, str(script), *flags]
 
 
-def run(cwd, *flags, **env):
+def run(cwd, *flags, script=SCRIPT, **env):
     """The finished process, with its output as text."""
     env = os.environ | {"COLUMNS": "200"} | env
-    return subprocess.run(command(*flags), cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command(*flags, script=script), cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
 def run_directories(cwd):
