@@ -1010,9 +1010,8 @@ def train(args: Args) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit status."""
-    args = tyro.cli(Args, args=argv)
     try:
-        summary = train(args)
+        summary = train(tyro.cli(Args, args=argv))
     except (BadInput, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, BadInput) else 1

@@ -41,9 +41,7 @@ def test_shapes_of_actor_and_critic(agent):
     assert mean.shape == log_std.shape == (3, 4, 2) and value.shape == (3, 4)
     policy = agent.network.apply(agent.params, jnp.ones((3, 4, 5), jnp.float32), method="policy")
     np.testing.assert_array_equal(policy[0], mean)
-    np.testing.assert_array_equal(
-        agent.network.apply(agent.params, jnp.ones((3, 4, 5), jnp.float32), method="value"), value
-    )
+    np.testing.assert_array_equal(agent.network.apply(agent.params, jnp.ones((3, 4, 5), jnp.float32), method="value"), value)
 
 
 def test_initial_weights_are_orthogonal_with_the_published_gains(agent):

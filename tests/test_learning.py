@@ -55,8 +55,9 @@ def test_termination_ends_the_value_and_truncation_does_not():
 
 
 def test_half_cheetah_runs_after_150k_steps(tmp_path, monkeypatch):
-    # Sixteen environments finish a round of episodes every 16k steps, 64 only one in 64k; measured for this seed: 2155.
+    # Sixteen environments finish a round of episodes every 16k steps, 64 only one in 64k. Seeds 1 to 4 gave 1353 to 1821.
     monkeypatch.chdir(tmp_path)
-    summary = ppo.train(ppo.Args(total_timesteps=150_000, num_envs=16, num_steps=128, anneal_lr=False, seed=2))
-    assert summary["status"] == "finished" and summary["global_step"] == 73 * 2048
+    flags = dict(num_envs=16, num_steps=64, num_minibatches=16, anneal_lr=False, seed=4)
+    summary = ppo.train(ppo.Args(total_timesteps=150_000, **flags))
+    assert summary["status"] == "finished" and summary["global_step"] == 146 * 1024
     assert read_scalars(tmp_path)["charts/episodic_return"][-1][1] > 1000
