@@ -1,3 +1,18 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "jax>=0.10.0,<1",
+#     "jaxlib>=0.10.0,<1",
+#     "flax>=0.12.0,<1",
+#     "optax>=0.2.6,<1",
+#     "envpool>=1.2.5,<2",
+#     "numpy>=2.1.0,<3",
+#     "tyro>=1.0.0,<2",
+#     "tensorboard>=2.19.0,<3",
+#     "wandb>=0.30.0,<1",
+#     "rich>=14.3.0,<16",
+# ]
+# ///
 """PPO for continuous control: EnvPool stepped inside the compiled program, Flax networks, every inner loop a `lax.scan`.
 
     python ppo_continuous_action_envpool_xla_jax_scan.py --env-id HalfCheetah-v4
