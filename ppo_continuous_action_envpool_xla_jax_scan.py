@@ -25,11 +25,14 @@ but for `make_pool` and the adapter over its pool. Importing the file changes no
 Shapes: T num_steps, N num_envs, B = T * N, M minibatch, O observation size, A action size.
 """
 
+import argparse
 import ast
 import collections
+import contextlib
 import dataclasses
 import difflib
 import functools
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -52,7 +55,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from flax import struct
+from flax import serialization, struct
 from flax.linen.initializers import constant, orthogonal
 from jax.flatten_util import ravel_pytree
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
@@ -83,6 +86,22 @@ class Args:
     """the project's name at Weights and Biases"""
     wandb_entity: str | None = None
     """the entity (team) at Weights and Biases"""
+
+    # Agents
+    save_model: bool = True
+    """save the agent in the run's directory when training ends, and all that is needed to resume it"""
+    checkpoint_frequency: int = 0
+    """save it every so many iterations too (0: only at the end)"""
+    resume: str | None = None
+    """a saved model to go on training from, in its own run directory and with its own arguments"""
+    evaluate: str | None = None
+    """a saved model to evaluate, instead of training"""
+    eval_episodes: int = 10
+    """the number of episodes in an evaluation"""
+    eval_frequency: int = 0
+    """evaluate every so many iterations too (0: only at the end)"""
+    eval_deterministic: bool = True
+    """evaluate the mean action, not a sampled one"""
 
     # Environment
     env_id: str = "HalfCheetah-v4"
@@ -158,9 +177,14 @@ class Args:
 
     def __post_init__(self):
         _ = self.env_options  # raises for what is not key=value
-        for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "total_timesteps"):
+        for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "total_timesteps", "eval_episodes"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("checkpoint_frequency", "eval_frequency"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{name}={getattr(self, name)}: must be at least 0")
+        if self.resume and self.evaluate:
+            raise BadInput(f"resume={self.resume}, evaluate={self.evaluate}: only one of them can be done at once")
         for name in ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "max_grad_norm", "target_kl"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
@@ -320,9 +344,10 @@ class VectorEnvNormObs(EnvWrapper):
     """Normalize observations by their running mean and variance, clipped to +-10. The statistics see them first."""
 
     rms: RunningMeanStd  # of [O]
+    learn: bool = struct.field(pytree_node=False, default=True)
 
     def reset(self, obs):
-        rms = self.rms.update(obs, jnp.ones(len(obs), bool))
+        rms = self.rms.update(obs, jnp.ones(len(obs), bool)) if self.learn else self.rms
         normalized = (obs - rms.mean[None]) / rms.std[None]
         return self.replace(rms=rms), jnp.clip(normalized, -10, 10).astype(obs.dtype)
 
@@ -337,6 +362,7 @@ class VectorEnvNormReward(EnvWrapper):
     rms: RunningMeanStd  # of the discounted returns
     discounted_return: jax.Array  # [N] of the running episodes
     gamma: float = struct.field(pytree_node=False)
+    learn: bool = struct.field(pytree_node=False, default=True)
 
     @classmethod
     def create(cls, gamma):
@@ -347,26 +373,42 @@ class VectorEnvNormReward(EnvWrapper):
 
     def recv(self, step):
         discounted_return = jnp.where(step.is_reset, 0, self.gamma * self.discounted_return + step.reward)
-        rms = self.rms.update(discounted_return, ~step.is_reset)
+        rms = self.rms.update(discounted_return, ~step.is_reset) if self.learn else self.rms
         reward = jnp.clip(step.reward / rms.std.astype(step.reward.dtype), -10, 10)
         return self.replace(rms=rms, discounted_return=discounted_return), step._replace(reward=reward)
 
 
-def vector_spaces(observation_space) -> list:
-    """The spaces of a dict of observations, or else the one space."""
-    return list(getattr(observation_space, "spaces", {"": observation_space}).values())
+class Task(NamedTuple):
+    """What an agent must know of a task: the shapes of its observations and the bounds of its actions."""
+
+    obs_shapes: dict[str, tuple[int, ...]]  # of a dict of observations; of the one observation under ""
+    low: np.ndarray  # [A]
+    high: np.ndarray  # [A]
+
+    @property
+    def obs_size(self) -> int:
+        return sum(map(math.prod, self.obs_shapes.values()))
 
 
-def make_wrappers(args: Args, observation_space, action_space) -> tuple[EnvWrapper, ...]:
+def obs_spaces(observation_space) -> dict[str, Any]:
+    """The spaces of a dict of observations, or the one space under \"\"."""
+    return getattr(observation_space, "spaces", {"": observation_space})
+
+
+def make_task(pool) -> Task:
+    shapes = {key: tuple(space.shape) for key, space in obs_spaces(pool.observation_space).items()}
+    return Task(shapes, np.float32(pool.action_space.low), np.float32(pool.action_space.high))
+
+
+def make_wrappers(args: Args, task: Task) -> tuple[EnvWrapper, ...]:
     """The wrappers that the arguments ask for, innermost first. A wrapper of your own goes here."""
     wrappers = [
         VectorEnvRecordStatistics.create(),
         VectorEnvFlattenObs(),
-        VectorEnvClipAct(jnp.float32(action_space.low), jnp.float32(action_space.high)),
+        VectorEnvClipAct(jnp.asarray(task.low), jnp.asarray(task.high)),
     ]
     if args.norm_obs:
-        obs_size = sum(math.prod(space.shape) for space in vector_spaces(observation_space))
-        wrappers.append(VectorEnvNormObs(RunningMeanStd.create((obs_size,))))
+        wrappers.append(VectorEnvNormObs(RunningMeanStd.create((task.obs_size,))))
     if args.norm_reward:
         wrappers.append(VectorEnvNormReward.create(args.gamma))
     return tuple(wrappers)
@@ -405,7 +447,7 @@ def check_task(env_id: str, options: dict[str, Any]) -> None:
         raise BadInput(f"env_id={env_id}: its actions are {action}; a vector of continuous actions is needed")
     if not np.isfinite([action.low, action.high]).all():
         raise BadInput(f"env_id={env_id}: its actions are {action}; finite bounds are needed")
-    for space in vector_spaces(spec.observation_space):
+    for space in obs_spaces(spec.observation_space).values():
         if not (hasattr(space, "low") and np.issubdtype(space.dtype, np.floating) and len(space.shape) <= 2):
             raise BadInput(f"env_id={env_id}: it observes {space}; vectors of numbers, or one dict of them, are needed")
 
@@ -782,12 +824,179 @@ def train_iteration(state: RunState, env: Env, args: Args) -> tuple[RunState, Re
     return state.replace(iteration=state.iteration + 1, key=key, agent=agent), report
 
 
-def make_state(args: Args, handle, obs, observation_space, action_space) -> RunState:
-    """A new run, at the first observations of its environments."""
+def make_state(args: Args, task: Task, handle=None, obs=None) -> RunState:
+    """A new run, at the first observations of its environments; by default at none, to be filled from a file."""
+    obs = jnp.zeros((args.num_envs, task.obs_size), jnp.float32) if obs is None else obs
     key, agent_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    wrappers, obs = fold(make_wrappers(args, observation_space, action_space), "reset", obs)
-    agent = make_agent(args, agent_key, obs.shape[-1], action_space.shape[0])
+    wrappers, obs = fold(make_wrappers(args, task), "reset", obs)
+    agent = make_agent(args, agent_key, obs.shape[-1], len(task.low))
     return RunState(jnp.zeros((), jnp.int32), key, agent, handle, wrappers, obs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving and evaluating
+
+FORMAT = 1  # of a model file: {format, sha256, payload}, msgpack throughout, never pickle
+FREE_ON_RESUME = {"total_timesteps", "track", "wandb_project_name", "wandb_entity", "save_model", "checkpoint_frequency"}
+FREE_ON_RESUME |= {"resume", "evaluate", "eval_episodes", "eval_frequency", "eval_deterministic"}
+
+
+class Model(NamedTuple):
+    """What a model file holds."""
+
+    args: Args
+    task: Task
+    state: RunState  # without handle and observations
+
+
+def write_atomically(path: str, content: bytes) -> None:
+    """Write a file so that at any moment `path` holds all of the old content or all of the new."""
+    try:
+        with open(path + ".tmp", "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path + ".tmp", path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp")
+        raise
+
+
+def save_model(path: str, model: Model) -> None:
+    """Write all that acting, evaluating and resuming need. The simulators' own state cannot be saved. Raises OSError."""
+    args, task, state = model
+    saved = {
+        "args": dataclasses.asdict(args) | {"env_kwargs": list(args.env_kwargs)},
+        "versions": versions(),
+        "task": task._asdict() | {"obs_shapes": {key: list(shape) for key, shape in task.obs_shapes.items()}},
+        "state": jax.device_get(serialization.to_state_dict(state.replace(handle=None, obs=None))),
+    }
+    payload = serialization.msgpack_serialize(saved)
+    record = {"format": FORMAT, "sha256": hashlib.sha256(payload).hexdigest(), "payload": payload}
+    write_atomically(path, serialization.msgpack_serialize(record))
+
+
+def load_model(path: str) -> Model:
+    """Read a model file; no code in it can run. Raises `BadInput` for any other file, or a damaged one."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        record = serialization.msgpack_restore(content)
+        version, digest, payload = record["format"], record["sha256"], record["payload"]
+    except Exception:  # whatever a file that is none of ours makes of msgpack
+        raise BadInput(f"{path}: not a model file, or not all of one; a .cleanrl_model of this script is needed") from None
+    if version != FORMAT:
+        raise BadInput(f"{path}: a model file of format {version}; this script reads format {FORMAT}")
+    if hashlib.sha256(payload).hexdigest() != digest:
+        raise BadInput(f"{path}: damaged, its checksum does not match; an earlier copy is needed")
+    try:
+        saved = serialization.msgpack_restore(payload)
+        args = Args(**saved["args"] | {"env_kwargs": tuple(saved["args"]["env_kwargs"])})
+        shapes = {key: tuple(shape) for key, shape in saved["task"]["obs_shapes"].items()}
+        task = Task(shapes, saved["task"]["low"], saved["task"]["high"])
+        blank = make_state(args, task).replace(handle=None, obs=None)
+        state = serialization.from_state_dict(blank, saved["state"])
+    except Exception as error:
+        raise BadInput(f"{path}: its content is not this script's ({error})") from None
+    for (where, leaf), expected in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(blank), strict=True):
+        if leaf.shape != expected.shape or leaf.dtype != expected.dtype:
+            found, wanted = (f"{x.dtype}{list(x.shape)}" for x in (leaf, expected))
+            raise BadInput(f"{path}: {jax.tree_util.keystr(where)} is {found}, not {wanted} as its arguments say")
+    return Model(args, task, jax.tree.map(jnp.asarray, state))
+
+
+def check_resumed(args: Args, model: Model) -> None:
+    """Raise `BadInput` if the arguments change more of a saved run than they may, or leave it nothing to do."""
+    for field in dataclasses.fields(Args):
+        ours, theirs = getattr(args, field.name), getattr(model.args, field.name)
+        if ours != theirs and field.name not in FREE_ON_RESUME:
+            raise BadInput(f"{field.name}={ours}: the saved run has {theirs} and keeps it; start a new run to change it")
+    if args.resume and model.state.iteration >= args.num_iterations:
+        steps = int(model.state.iteration) * args.batch_size
+        raise BadInput(f"total_timesteps={args.total_timesteps}: the saved run has trained {steps} already; ask for more")
+
+
+def freeze(wrappers: tuple[EnvWrapper, ...]) -> tuple[EnvWrapper, ...]:
+    """The wrappers, with statistics that learn no more."""
+    return tuple(wrapper.replace(learn=False) if hasattr(wrapper, "learn") else wrapper for wrapper in wrappers)
+
+
+def act(agent: AgentState, obs, key=None):
+    """Actions [..., A] for observations [..., O]: the mean, or with a key a sample."""
+    mean, log_std = agent.network.apply(agent.params, obs, method="policy")
+    return mean if key is None else mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape, mean.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("env", "deterministic"))
+def evaluation_step(state: RunState, env: Env, deterministic: bool) -> tuple[RunState, Step]:
+    """Act once in every environment."""
+    key, action_key = jax.random.split(state.key)
+    wrappers, sent = fold(state.wrappers, "send", act(state.agent, state.obs, None if deterministic else action_key))
+    handle, step = env.recv(env.send(state.handle, sent))
+    wrappers, step = fold(wrappers, "recv", step)
+    return state.replace(key=key, handle=handle, wrappers=wrappers, obs=step.obs), step
+
+
+def evaluate(model: Model, episodes: int, deterministic: bool) -> dict[str, Any]:
+    """Score an agent on fresh environments, equally many episodes of each; the same model always meets the same ones.
+
+    Returns what the last line of `--evaluate` prints: env_id, mean, std, min, max, episodes, length, deterministic.
+    """
+    args, task, state = model
+    num_envs = max(n for n in range(1, min(episodes, args.num_envs) + 1) if episodes % n == 0)
+    seeds = environment_seeds(num_envs, args.seed, stream=1, iteration=int(state.iteration))
+    pool = make_pool(args.env_id, num_envs, seeds, min(args.num_threads, num_envs), **args.env_options)
+    if make_task(pool).obs_shapes != task.obs_shapes or len(make_task(pool).low) != len(task.low):
+        raise BadInput(f"env_id={args.env_id}: its sizes here are not those that the model was trained with")
+    env, handle = as_env(pool)
+    wrappers, obs = fold(freeze(state.wrappers), "reset", jax.tree.map(to_float32, pool.reset()[0]))
+    state = state.replace(handle=handle, wrappers=wrappers, obs=obs)
+    finished = [[] for _ in range(num_envs)]  # (return, length) of each environment's first episodes
+    while any(len(of_env) < episodes // num_envs for of_env in finished):
+        state, step = evaluation_step(state, env, deterministic)
+        ended, returns, lengths = jax.device_get(
+            (step.terminated | step.truncated, step.info["episode_return"], step.info["episode_length"])
+        )
+        for i in np.flatnonzero(ended):
+            finished[i].append((float(returns[i]), int(lengths[i])))
+    returns, lengths = np.array([of_env[: episodes // num_envs] for of_env in finished]).reshape(-1, 2).T
+    return {
+        "env_id": args.env_id,
+        "mean": returns.mean(),
+        "std": returns.std(),
+        "min": returns.min(),
+        "max": returns.max(),
+        "episodes": episodes,
+        "length": lengths.mean(),
+        "deterministic": deterministic,
+    }
+
+
+def load_agent(path: str) -> Callable[..., np.ndarray]:
+    """The policy of a model file, for use elsewhere; needs no EnvPool. See `Policy`. Raises `BadInput` as `load_model`."""
+    _, task, state = load_model(path)
+    return Policy(task, state.agent, freeze(state.wrappers))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Observations in, actions in the task's own bounds out: NumPy, one [O] or many [N, O], or dicts of such."""
+
+    task: Task
+    agent: AgentState
+    wrappers: tuple[EnvWrapper, ...]
+
+    def __call__(self, obs) -> np.ndarray:
+        first = next(iter(obs.items())) if isinstance(obs, dict) else ("", obs)
+        one = np.ndim(first[1]) == len(self.task.obs_shapes[first[0]])
+        obs = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32)[None] if one else jnp.asarray(x, jnp.float32), obs)
+        wrappers, obs = fold(self.wrappers, "reset", obs)
+        action = np.asarray(fold(wrappers, "send", act(self.agent, obs))[1])
+        return action[0] if one else action
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -826,13 +1035,13 @@ def check_wandb_login() -> None:
 
 
 def make_run_directory(args: Args) -> str:
-    """Make `runs/{run_name}`, which no other run shares, and return the run's name."""
+    """Make `runs/{run_name}`, which no other run shares, and return its path."""
     second = int(time.time())
     while True:
         run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{second}".replace("/", "-")
         try:
-            os.makedirs(os.path.join("runs", run_name))
-            return run_name
+            os.makedirs(directory := os.path.join("runs", run_name))
+            return directory
         except FileExistsError:
             second += 1
         except OSError as error:
@@ -853,23 +1062,16 @@ def git_commit() -> str | None:
         return None
 
 
-def write_atomically(path: str, content: bytes) -> None:
-    """Write a file so that at any moment `path` holds all of the old content or all of the new."""
-    with open(path + ".tmp", "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + ".tmp", path)
-
-
 def start_wandb(args: Args, run_name: str):
-    """Track a run, its arguments and this file's code. What TensorBoard's writer gets from now on is mirrored."""
+    """Track a run, new or resumed, and this file's code. What TensorBoard's writer gets from now on is mirrored."""
     import wandb
 
     return wandb.init(
         project=args.wandb_project_name,
         entity=args.wandb_entity,
         name=run_name,
+        id=run_name,
+        resume="allow",
         config=dataclasses.asdict(args),
         sync_tensorboard=True,
         save_code=True,
@@ -908,14 +1110,18 @@ def write_table(writer, tag: str, table: dict[str, Any]) -> None:
 class RunLog:
     """The outside of a run: TensorBoard, W&B, the terminal and, however the run ends, `summary.json`."""
 
-    def __init__(self, args: Args, run_name: str, stop: StopSignal):
-        self.args, self.run_name, self.stop = args, run_name, stop
-        self.iteration, self.start_time = 0, time.time()
+    def __init__(self, args: Args, directory: str, stop: StopSignal, iteration: int = 0):
+        self.args, self.directory, self.stop = args, directory, stop
+        self.run_name = os.path.basename(directory)
+        self.model_path = os.path.join(directory, args.exp_name.replace("/", "-") + ".cleanrl_model")
+        self.first_iteration = self.iteration = iteration  # finished before, and by now
+        self.start_time = time.time()
         self.first_end = self.last_end = self.start_time  # of the first iteration, which compiles, and of the latest
         self.last_returns = collections.deque(maxlen=100)
+        self.evaluation: dict[str, Any] | None = None  # the last one
         self.summary: dict[str, Any] = {}
-        self.wandb_run = start_wandb(args, run_name) if args.track else None
-        self.writer = make_writer(os.path.join("runs", run_name))
+        self.wandb_run = start_wandb(args, self.run_name) if args.track else None
+        self.writer = make_writer(directory)
         columns = ("{task.percentage:3.0f}%", BarColumn(), "{task.description}", TimeRemainingColumn())
         self.progress = Progress(*columns, disable=not sys.stdout.isatty())
         self.task = self.progress.add_task("compiling", total=args.num_iterations)
@@ -936,7 +1142,7 @@ class RunLog:
     @property
     def sps(self) -> float | None:
         """Steps per second since the end of the first iteration."""
-        timed_steps = (self.iteration - 1) * self.args.batch_size
+        timed_steps = (self.iteration - self.first_iteration - 1) * self.args.batch_size
         return timed_steps / (self.last_end - self.first_end) if timed_steps > 0 else None
 
     @property
@@ -949,7 +1155,7 @@ class RunLog:
         now, self.iteration = time.time(), self.iteration + 1
         episode_means = {name: value for name, value in report.episode_means.items() if not np.isnan(value)}
         metrics = {name: float(value) for name, value in (report.metrics | episode_means).items()}
-        if self.iteration == 1:
+        if self.iteration == self.first_iteration + 1:
             self.first_end = self.last_end = now
         else:
             metrics["charts/SPS_update"] = self.args.batch_size / (now - self.last_end)
@@ -963,8 +1169,24 @@ class RunLog:
         status = f"step {self.global_step:,}  return {show(self.mean_return, '.1f')}  SPS {show(self.sps, ',.0f')}"
         self.progress.update(self.task, completed=self.iteration, description=status)
         before, after = (20 * i // self.args.num_iterations for i in (self.iteration - 1, self.iteration))
-        if self.progress.disable and (after > before or self.iteration == 1):  # about twenty lines where output is piped
+        is_first = self.iteration == self.first_iteration + 1
+        if self.progress.disable and (is_first or after > before):  # about twenty lines where output is piped
             print(status, flush=True)
+
+    def save(self, model: Model) -> None:
+        """Save an agent. A disk that is full costs the run nothing but this."""
+        try:
+            save_model(self.model_path, model)
+        except OSError as error:
+            warnings.warn(f"{self.model_path}: not saved ({error.strerror}); training goes on", stacklevel=1)
+
+    def evaluate(self, model: Model) -> None:
+        """Evaluate an agent, log its mean return, and leave the time that it took out of SPS."""
+        start = time.time()
+        self.evaluation = evaluate(model, self.args.eval_episodes, self.args.eval_deterministic)
+        write_scalars(self.writer, {"eval/episodic_return": self.evaluation["mean"]}, self.global_step)
+        self.first_end += time.time() - start
+        self.last_end += time.time() - start
 
     def __exit__(self, exception_type, exception, traceback):
         self.progress.stop()
@@ -982,10 +1204,11 @@ class RunLog:
             "global_step": self.global_step,
             "mean_return": self.mean_return,  # of the last finished episodes, at most 100:
             "num_returns": len(self.last_returns),
+            "evaluation": self.evaluation,
             "wall_time": time.time() - self.start_time,
             "SPS": self.sps,
         }
-        write_atomically(os.path.join("runs", self.run_name, "summary.json"), json.dumps(self.summary, indent=2).encode())
+        write_atomically(os.path.join(self.directory, "summary.json"), json.dumps(self.summary, indent=2).encode())
         self.writer.close()
         if self.wandb_run:
             self.wandb_run.finish(exit_code=int(exception is not None))
@@ -1001,6 +1224,11 @@ def show(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def is_due(iteration: int, frequency: int, args: Args) -> bool:
+    """Whether what happens every so many iterations, and at the end, happens now."""
+    return iteration == args.num_iterations or (frequency > 0 and iteration % frequency == 0)
+
+
 def train(args: Args) -> dict[str, Any]:
     """Train an agent and return the run's summary.
 
@@ -1010,23 +1238,57 @@ def train(args: Args) -> dict[str, Any]:
     os.environ.setdefault("NPROC", "1")  # the size of XLA's thread pool, read when JAX first uses the CPU
     if args.track:
         check_wandb_login()
-    seeds = environment_seeds(args.num_envs, args.seed, stream=0, iteration=0)
+    model = load_model(args.resume) if args.resume else None
+    iteration = int(model.state.iteration) if model else 0
+    if model:
+        check_resumed(args, model)
+    seeds = environment_seeds(args.num_envs, args.seed, stream=0, iteration=iteration)
     with StopSignal() as stop:
         pool = make_pool(args.env_id, args.num_envs, seeds, args.num_threads, **args.env_options)
-        with RunLog(args, make_run_directory(args), stop) as log:
+        directory = os.path.dirname(os.path.abspath(args.resume)) if model else make_run_directory(args)
+        with RunLog(args, directory, stop, iteration) as log:
             env, handle = as_env(pool)
-            obs = jax.tree.map(to_float32, pool.reset()[0])
-            state = make_state(args, handle, obs, pool.observation_space, pool.action_space)
+            task, obs = make_task(pool), jax.tree.map(to_float32, pool.reset()[0])
+            state = make_state(args, task, handle, obs)
+            if model:
+                print(f"resumed at step {log.global_step:,}; EnvPool cannot save simulators, so episodes start anew")
+                wrappers, obs = fold(model.state.wrappers, "reset", obs)
+                state = model.state.replace(handle=handle, wrappers=wrappers, obs=obs)
             while log.iteration < args.num_iterations and not stop.received:
                 state, report = train_iteration(state, env, args)
                 log.record(jax.device_get(report))
+                if args.save_model and is_due(log.iteration, args.checkpoint_frequency, args):
+                    log.save(Model(args, task, state))
+                if is_due(log.iteration, args.eval_frequency, args) and not stop.received:
+                    log.evaluate(Model(args, task, state))
+            if stop.received and args.save_model and log.iteration > iteration:
+                log.save(Model(args, task, state))
     return log.summary
+
+
+def parse_args(argv: list[str] | None) -> Args:
+    """Read the command line. What it resumes or evaluates brings its own arguments, as the defaults."""
+    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    files.add_argument("--resume")
+    files.add_argument("--evaluate")
+    known, _ = files.parse_known_args(argv)
+    if not (known.resume or known.evaluate):
+        return tyro.cli(Args, args=argv)
+    model = load_model(known.resume or known.evaluate)
+    args = tyro.cli(Args, args=argv, default=dataclasses.replace(model.args, resume=None, evaluate=None))
+    check_resumed(args, model)
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit status."""
     try:
-        summary = train(tyro.cli(Args, args=argv))
+        args = parse_args(argv)
+        if args.evaluate:
+            result = evaluate(load_model(args.evaluate), args.eval_episodes, args.eval_deterministic)
+            print("".join(f"{name:13} {value}\n" for name, value in result.items()) + json.dumps(result))
+            return 0
+        summary = train(args)
     except (BadInput, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, BadInput) else 1

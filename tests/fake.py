@@ -1,6 +1,5 @@
 """Environments in pure JAX that keep EnvPool's ways: an episode's end is followed by a step that only resets."""
 
-import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,18 +48,15 @@ def make_fake(num_envs, observe, reward, length, terminates, seed=0):
     return ppo.Env(send, recv), handle, observe(handle["t"], handle["context"])
 
 
-def spaces(obs_size, action_size=1):
-    """The spaces of a fake environment."""
-    return (
-        gym.spaces.Box(-np.inf, np.inf, (obs_size,), np.float32),
-        gym.spaces.Box(-1, 1, (action_size,), np.float32),
-    )
+def task(obs_size, action_size=1):
+    """The task of a fake environment."""
+    return ppo.Task({"": (obs_size,)}, -np.ones(action_size, np.float32), np.ones(action_size, np.float32))
 
 
 def train_fake(args, observe, reward, length, terminates):
     """Train on a fake environment; the last state and all reports, in NumPy."""
     env, handle, obs = make_fake(args.num_envs, observe, reward, length, terminates)
-    state = ppo.make_state(args, handle, obs, *spaces(obs.shape[1]))
+    state = ppo.make_state(args, task(obs.shape[1]), handle, obs)
     reports = []
     for _ in range(args.num_iterations):
         state, report = ppo.train_iteration(state, env, args)

@@ -52,7 +52,7 @@ def test_a_reset_step_follows_each_end_and_has_no_reward():
 def test_actions_reach_envpool_mapped_to_its_bounds(env_id, bound):
     # Two pools: one is sent agent actions through the wrappers, the other the mapped actions directly.
     ours, raw = make(env_id), make(env_id)
-    wrappers = ppo.make_wrappers(ppo.Args(env_id=env_id), ours.observation_space, ours.action_space)
+    wrappers = ppo.make_wrappers(ppo.Args(env_id=env_id), ppo.make_task(ours))
     env, handle = ppo.as_env(ours)
     ours.reset(), raw.reset()
     size = ours.action_space.shape[0]
@@ -113,7 +113,7 @@ def test_any_continuous_task_trains_an_iteration(env_id):
     pool = make(env_id)
     env, handle = ppo.as_env(pool)
     obs = jax.tree.map(ppo.to_float32, pool.reset()[0])
-    state = ppo.make_state(args, handle, obs, pool.observation_space, pool.action_space)
+    state = ppo.make_state(args, ppo.make_task(pool), handle, obs)
     state, report = ppo.train_iteration(state, env, args)
     assert not any(report.faults.values()) and state.iteration == 1
 

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT
-from fake import bandit_observe, bandit_reward, make_fake, spaces
-from runs import SCRIPT, read_summary
 
 import ppo_continuous_action_envpool_xla_jax_scan as ppo
+from conftest import ROOT
+from fake import bandit_observe, bandit_reward, make_fake, task
+from runs import SCRIPT, read_summary
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
@@ -76,10 +76,10 @@ def test_wrapper_example_trains_and_tells_the_time():
     np.testing.assert_array_equal(obs, [[1, 0], [1, 0]])
     args = ppo.Args(num_envs=4, num_steps=8, num_minibatches=2, update_epochs=1, total_timesteps=32)
     env, handle, obs = make_fake(4, bandit_observe, bandit_reward, 4, False)
-    wrappers = (*ppo.make_wrappers(args, *spaces(1)), wrapper)
+    wrappers = (*ppo.make_wrappers(args, task(1)), wrapper)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo, "make_wrappers", lambda *_: wrappers)
-        state = ppo.make_state(args, handle, obs, *spaces(1))
+        state = ppo.make_state(args, task(1), handle, obs)
     _, rollout = jax.jit(ppo.collect_rollout, static_argnames=("env", "args"))(env, state, args)
     np.testing.assert_allclose(rollout.obs[:, 0, 1], np.array([0, 1, 2, 3, 4, 0, 1, 2]) / 4)
     state, report = ppo.train_iteration(state, env, args)

@@ -47,9 +47,10 @@ def test_scalars_carry_the_names_and_steps_that_readers_expect(finished):
     charts = "episodic_return episodic_length num_episodes avg_episodic_return avg_episodic_length learning_rate SPS"
     losses = "value_loss policy_loss entropy loss old_approx_kl approx_kl clipfrac explained_variance grad_norm"
     expected = {f"charts/{name}" for name in (charts + " SPS_update action_std reset_fraction").split()}
-    assert scalars.keys() == expected | {f"losses/{name}" for name in losses.split()}
+    assert scalars.keys() == expected | {f"losses/{name}" for name in losses.split()} | {"eval/episodic_return"}
     steps = [64 * k for k in range(1, 9)]
     assert [step for step, _ in scalars["losses/loss"]] == steps
+    assert [step for step, _ in scalars["eval/episodic_return"]] == [512]
     assert [step for step, _ in scalars["charts/SPS"]] == [step for step, _ in scalars["charts/SPS_update"]] == steps[1:]
     finished_at = [step for step, number in scalars["charts/num_episodes"] if number > 0]
     assert [step for step, _ in scalars["charts/episodic_return"]] == finished_at
@@ -126,10 +127,10 @@ def test_runs_of_one_second_never_share_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ppo.time, "time", lambda: 1000.7)
     names = [ppo.make_run_directory(ARGS) for _ in range(3)]
-    prefix = "Hopper-v4__ppo_continuous_action_envpool_xla_jax_scan__1__"
+    prefix = "runs/Hopper-v4__ppo_continuous_action_envpool_xla_jax_scan__1__"
     assert names == [prefix + second for second in ("1000", "1001", "1002")]
     slashed = ppo.make_run_directory(ppo.Args(env_id="MetaWorld/Reach-v3", exp_name="a/b"))
-    assert slashed == "MetaWorld-Reach-v3__a-b__1__1000"
+    assert slashed == "runs/MetaWorld-Reach-v3__a-b__1__1000"
     assert len(run_directories(tmp_path)) == 4
 
 
@@ -158,18 +159,6 @@ def test_stop_signal_leaves_handlers_alone_outside_the_main_thread():
     thread.start()
     thread.join()
     assert seen == [(before, {})]
-
-
-def test_write_atomically_keeps_the_old_file_when_writing_fails(tmp_path, monkeypatch):
-    path = str(tmp_path / "file")
-    ppo.write_atomically(path, b"old")
-    monkeypatch.setattr(ppo.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space"):
-        ppo.write_atomically(path, b"new")
-    assert (tmp_path / "file").read_bytes() == b"old"
-    monkeypatch.undo()
-    ppo.write_atomically(path, b"new")
-    assert (tmp_path / "file").read_bytes() == b"new" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_git_commit_is_that_of_the_scripts_repository(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ppo_continuous_action_envpool_xla_jax_scan as ppo
-from fake import bandit_observe, bandit_reward, make_fake, spaces, train_fake
+from fake import bandit_observe, bandit_reward, make_fake, task, train_fake
 
 SMALL = dict(num_envs=8, num_steps=8, num_minibatches=4, update_epochs=2, total_timesteps=8 * 8 * 3)
 update_agent = jax.jit(ppo.update_agent, static_argnames="args")
@@ -18,7 +18,7 @@ collect_rollout = jax.jit(ppo.collect_rollout, static_argnames=("env", "args"))
 
 def start(args, length=3, terminates=True):
     env, handle, obs = make_fake(args.num_envs, bandit_observe, bandit_reward, length, terminates)
-    return env, ppo.make_state(args, handle, obs, *spaces(1))
+    return env, ppo.make_state(args, task(1), handle, obs)
 
 
 @functools.cache
@@ -229,7 +229,8 @@ def test_flag_changes_what_is_learned(flag):
 
 
 def test_every_flag_that_shapes_training_is_in_the_list():
-    others = "exp_name track wandb_project_name wandb_entity env_id env_kwargs num_threads".split()
+    others = "exp_name track wandb_project_name wandb_entity env_id env_kwargs num_threads save_model checkpoint_frequency"
+    others = f"{others} resume evaluate eval_episodes eval_frequency eval_deterministic".split()
     assert {field.name for field in dataclasses.fields(ppo.Args)} == CHANGES.keys() | set(others)
 
 
@@ -247,7 +248,7 @@ def test_faults_name_what_is_not_finite():
         return jnp.where(t == 1, jnp.nan, 0.0) * context
 
     env, handle, obs = make_fake(args.num_envs, bandit_observe, reward, 3, True)
-    state = ppo.make_state(args, handle, obs, *spaces(1))
+    state = ppo.make_state(args, task(1), handle, obs)
     _, report = ppo.train_iteration(state, env, args)
     assert {name for name, fault in report.faults.items() if fault} == {"reward", "loss", "parameter"}
     env, state = start(args)

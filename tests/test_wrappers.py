@@ -1,12 +1,13 @@
 """Each wrapper alone, and the order in which they fold."""
 
+import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ppo_continuous_action_envpool_xla_jax_scan as ppo
-from fake import spaces
+from fake import task
 
 
 def step(obs=((0.0,), (0.0,)), reward=(0.0, 0.0), terminated=(0, 0), truncated=(0, 0), is_reset=(0, 0), info=None):
@@ -155,19 +156,17 @@ def test_norm_reward_clips_to_ten():
 @pytest.mark.parametrize(("flag", "wrapper"), [("norm_obs", ppo.VectorEnvNormObs), ("norm_reward", ppo.VectorEnvNormReward)])
 def test_flags_choose_the_wrappers(flag, wrapper):
     for wanted in (False, True):
-        wrappers = ppo.make_wrappers(ppo.Args(**{flag: wanted}), *spaces(3))
+        wrappers = ppo.make_wrappers(ppo.Args(**{flag: wanted}), task(3))
         assert any(isinstance(w, wrapper) for w in wrappers) == wanted
 
 
 def test_statistics_are_innermost_and_see_raw_rewards():
-    wrappers = ppo.make_wrappers(ppo.Args(norm_reward=True), *spaces(3))
+    wrappers = ppo.make_wrappers(ppo.Args(norm_reward=True), task(3))
     assert isinstance(wrappers[0], ppo.VectorEnvRecordStatistics)
 
 
-def test_vector_spaces_lists_the_spaces_of_a_dict():
-    box, _ = spaces(3)
-    assert ppo.vector_spaces(box) == [box]
-    assert ppo.vector_spaces(type(box)) == [type(box)]
-    import gymnasium as gym
-
-    assert ppo.vector_spaces(gym.spaces.Dict(a=box)) == [box]
+def test_obs_spaces_are_those_of_a_dict_or_the_one():
+    box = gym.spaces.Box(-1, 1, (3,))
+    assert ppo.obs_spaces(box) == {"": box}
+    assert dict(ppo.obs_spaces(gym.spaces.Dict(a=box))) == {"a": box}
+    assert ppo.Task({"a": (3,), "b": ()}, np.zeros(1), np.ones(1)).obs_size == 4
