@@ -17,10 +17,11 @@
 
     python ppo_continuous_action_envpool_xla_jax_scan.py --env-id HalfCheetah-v4
     python ppo_continuous_action_envpool_xla_jax_scan.py --env-id Hopper-v4 --seed 2 --track
-    python ppo_continuous_action_envpool_xla_jax_scan.py --help
+    python ppo_continuous_action_envpool_xla_jax_scan.py --evaluate runs/<run>/<exp_name>.cleanrl_model
 
-The file reads from top to bottom: arguments, environment stream, agent, PPO, training. Everything above "Training" is pure,
-but for `make_pool` and the adapter over its pool. Importing the file changes nothing but JAX's x64 flag.
+The file reads from top to bottom: arguments, environment stream, agent, PPO, saving and evaluating, training. All of it is
+pure until "Saving and evaluating", but for `make_pool` and the adapter over its pool. Importing the file changes nothing but
+JAX's x64 flag.
 
 Shapes: T num_steps, N num_envs, B = T * N, M minibatch, O observation size, A action size.
 """
@@ -931,6 +932,13 @@ def act(agent: AgentState, obs, key=None):
     return mean if key is None else mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape, mean.dtype)
 
 
+@jax.jit
+def wrapped_act(agent: AgentState, wrappers: tuple[EnvWrapper, ...], obs):
+    """Mean actions in the task's own bounds, for observations as the task gives them."""
+    wrappers, obs = fold(wrappers, "reset", obs)
+    return fold(wrappers, "send", act(agent, obs))[1]
+
+
 @functools.partial(jax.jit, static_argnames=("env", "deterministic"))
 def evaluation_step(state: RunState, env: Env, deterministic: bool) -> tuple[RunState, Step]:
     """Act once in every environment."""
@@ -994,8 +1002,7 @@ class Policy:
         first = next(iter(obs.items())) if isinstance(obs, dict) else ("", obs)
         one = np.ndim(first[1]) == len(self.task.obs_shapes[first[0]])
         obs = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32)[None] if one else jnp.asarray(x, jnp.float32), obs)
-        wrappers, obs = fold(self.wrappers, "reset", obs)
-        action = np.asarray(fold(wrappers, "send", act(self.agent, obs))[1])
+        action = np.asarray(wrapped_act(self.agent, self.wrappers, obs))
         return action[0] if one else action
 
 

@@ -1,11 +1,13 @@
 """What the README says runs, and what it lists is complete."""
 
 import importlib
+import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +17,13 @@ import pytest
 import ppo_continuous_action_envpool_xla_jax_scan as ppo
 from conftest import ROOT
 from fake import bandit_observe, bandit_reward, make_fake, task
-from runs import SCRIPT, read_summary
+from runs import SCRIPT, read_summary, run
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
-TRAINING = [command for command in COMMANDS if "python ppo_" in command]
+TRAINING = [command for command in COMMANDS if "python ppo_" in command and "MODEL" not in command]
+ON_A_MODEL = [command for command in COMMANDS if "MODEL" in command]
 SWEEPS = [command for command in COMMANDS if command.startswith("./benchmark.sh")]
 ELSEWHERE = {  # what runs them, since a test cannot
     "pip install -r tests/requirements.txt && pytest": ".ci/run",
@@ -43,8 +46,8 @@ def shell(command, cwd):
 
 
 def test_every_command_is_run_by_a_test_or_named_here():
-    assert set(COMMANDS) == set(TRAINING) | set(SWEEPS) | set(ELSEWHERE)
-    assert len(TRAINING) >= 6 and len(SWEEPS) == 2
+    assert set(COMMANDS) == set(TRAINING) | set(ON_A_MODEL) | set(SWEEPS) | set(ELSEWHERE)
+    assert len(TRAINING) >= 6 and len(ON_A_MODEL) == 3 and len(SWEEPS) == 2
 
 
 @pytest.mark.parametrize("command", TRAINING)
@@ -54,6 +57,35 @@ def test_training_command_runs(command, tmp_path):
     assert ended.returncode == 0, ended.stderr
     if "--help" not in command:
         assert read_summary(tmp_path)["status"] == "finished" and "finished: return" in ended.stdout
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model of a short run on Gymnasium's HalfCheetah-v5."""
+    folder = tmp_path_factory.mktemp("model")
+    ended = run(folder, "--env-id", "HalfCheetah-v5", "--total-timesteps", "4096", "--eval-episodes", "1")
+    assert ended.returncode == 0, ended.stderr
+    (path,) = folder.glob("runs/*/*.cleanrl_model")
+    return str(path)
+
+
+@pytest.mark.parametrize("command", ON_A_MODEL)
+def test_command_on_a_model_runs(command, model, tmp_path):
+    copy = tmp_path / "a run" / "MODEL"
+    copy.parent.mkdir()
+    copy.write_bytes(Path(model).read_bytes())
+    ended = shell(command.replace("MODEL", f"'{copy}'"), tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    if "--resume" in command:
+        assert json.loads((copy.parent / "summary.json").read_text())["global_step"] == 8192
+    else:
+        result = json.loads(ended.stdout.splitlines()[-1])
+        assert (result["episodes"], result["deterministic"]) == ((100, False) if "100" in command else (1, True))
+
+
+def test_policy_example_drives_gymnasium(model, capsys):
+    exec(PYTHON_BLOCKS[1].replace("MODEL", model), {})
+    assert re.fullmatch(r"-?[\d.]+", capsys.readouterr().out.strip())
 
 
 @pytest.mark.parametrize("command", SWEEPS)
@@ -71,7 +103,7 @@ def test_training_from_python_runs(tmp_path, monkeypatch, capsys):
 
 def test_wrapper_example_trains_and_tells_the_time():
     scope = {"__name__": "example"}
-    exec(PYTHON_BLOCKS[1], scope)
+    exec(PYTHON_BLOCKS[2], scope)
     wrapper, obs = scope["VectorEnvTimeAwareObs"](jnp.zeros(0), limit=4).reset(jnp.ones((2, 1), jnp.float32))
     np.testing.assert_array_equal(obs, [[1, 0], [1, 0]])
     args = ppo.Args(num_envs=4, num_steps=8, num_minibatches=2, update_epochs=1, total_timesteps=32)
@@ -93,9 +125,9 @@ def test_every_flag_is_listed():
 
 def test_every_metric_is_listed():
     source = SCRIPT.read_text()
-    names = set(re.findall(r'"((?:charts|losses)/\w+)"', source))
+    names = set(re.findall(r'"((?:charts|losses|eval)/\w+)"', source))
     assert len(names) >= 19
-    assert names == set(re.findall(r"`((?:charts|losses)/\w+)`", README))
+    assert names == set(re.findall(r"`((?:charts|losses|eval)/\w+)`", README))
 
 
 def test_all_core_and_continuous_details_are_listed():
