@@ -59,6 +59,7 @@ import tyro
 from flax import serialization, struct
 from flax.linen.initializers import constant, orthogonal
 from jax.flatten_util import ravel_pytree
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 # MuJoCo's pools speak float64, which JAX narrows unless this is set before any array exists. All else names its dtype.
@@ -170,10 +171,14 @@ class Args:
             key, equals, value = pair.partition("=")
             if not (key.isidentifier() and equals):
                 raise BadInput(f"env_kwargs={pair}: must be key=value, such as max_episode_steps=200")
+            if key in options:
+                raise BadInput(f"env_kwargs={pair}: {key} is given twice")
             try:
                 options[key] = ast.literal_eval(value)
-            except (ValueError, SyntaxError):
+            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
                 options[key] = value
+            if key in ("max_episode_steps", "frame_skip") and isinstance(options[key], int) and options[key] < 1:
+                raise BadInput(f"env_kwargs={pair}: must be at least 1")
         return options
 
     def __post_init__(self):
@@ -193,6 +198,8 @@ class Args:
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise BadInput(f"{name}={getattr(self, name)}: must lie in [0, 1]")
+        if self.max_grad_norm == 0:
+            raise BadInput("max_grad_norm=0: must be above 0")
         if not 0 <= self.seed < 2**31:
             raise BadInput(f"seed={self.seed}: must lie in [0, 2**31 - 1]")
         if not 0 <= self.num_threads <= self.num_envs:
@@ -201,6 +208,10 @@ class Args:
             raise BadInput(
                 f"num_minibatches={self.num_minibatches}: must divide the batch, num_envs * num_steps = {self.batch_size}"
             )
+        if not self.exp_name.isprintable():
+            raise BadInput(f"exp_name={self.exp_name!r}: must be printable, for it names files")
+        if self.num_iterations >= 2**31:
+            raise BadInput(f"total_timesteps={self.total_timesteps}: must be less than 2**31 batches of {self.batch_size}")
         if self.total_timesteps < self.batch_size:
             raise BadInput(
                 f"total_timesteps={self.total_timesteps}: must be at least one batch, num_envs * num_steps = {self.batch_size}"
@@ -379,6 +390,11 @@ class VectorEnvNormReward(EnvWrapper):
         return self.replace(rms=rms, discounted_return=discounted_return), step._replace(reward=reward)
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
 class Task(NamedTuple):
     """What an agent must know of a task: the shapes of its observations and the bounds of its actions."""
 
@@ -433,7 +449,7 @@ def check_task(env_id: str, options: dict[str, Any]) -> None:
     try:
         spec = envpool.make_spec(env_id)
     except Exception as error:  # EnvPool's suites ask for libraries of their own, in their own ways
-        raise BadInput(f"env_id={env_id}: EnvPool cannot make it here: {str(error).splitlines()[0]}") from None
+        raise BadInput(f"env_id={env_id}: EnvPool cannot make it here: {first_line(error)}") from None
     ours = {"num_envs", "batch_size", "num_threads", "max_num_players", "seed", "env_seed", "gym_reset_return_info"}
     allowed = [key for key in spec.config._fields if key not in ours]
     for key in options:
@@ -443,6 +459,8 @@ def check_task(env_id: str, options: dict[str, Any]) -> None:
         spec = envpool.make_spec(env_id, **options)
     except TypeError:
         raise BadInput(f"env_kwargs={options}: EnvPool takes values of another type") from None
+    except Exception as error:
+        raise BadInput(f"env_kwargs={options}: EnvPool does not take it: {first_line(error)}") from None
     action = spec.action_space
     if not (hasattr(action, "low") and np.issubdtype(action.dtype, np.floating) and len(action.shape) == 1):
         raise BadInput(f"env_id={env_id}: its actions are {action}; a vector of continuous actions is needed")
@@ -454,7 +472,7 @@ def check_task(env_id: str, options: dict[str, Any]) -> None:
 
 
 def environment_seeds(num_envs: int, seed: int, stream: int, iteration: int) -> list[int]:
-    """Seeds of N environments. Different (seed, stream, iteration) share none; stream 0 trains, 1 evaluates."""
+    """Seeds of N environments. Others for another seed, stream (0 trains, 1 evaluates) or iteration, but by chance."""
     return [int(s) >> 1 for s in np.random.SeedSequence((seed, stream, iteration)).generate_state(num_envs)]
 
 
@@ -462,16 +480,31 @@ def make_pool(env_id: str, num_envs: int, env_seed: list[int], num_threads: int 
     """An EnvPool of the task, with EnvPool's own `options` for it. Raises `BadInput` for what cannot be trained on."""
     import envpool
 
-    if jax.default_backend() == "tpu":
+    try:
+        backend = jax.default_backend()
+    except Exception as error:
+        raise BadInput(f"JAX_PLATFORMS={jax.config.jax_platforms}: {first_line(error)}; set JAX_PLATFORMS=cpu") from None
+    if backend == "tpu":
         raise BadInput("backend=tpu: EnvPool steps on CPU and GPU only; set JAX_PLATFORMS=cpu")
     # Gymnasium narrows the bounds of float64 observations to float32, and says so each time.
     warnings.filterwarnings("ignore", ".*Box (low|high)'s precision lowered")
     check_task(env_id, options)
-    return envpool.make(env_id, env_type="gymnasium", num_envs=num_envs, num_threads=num_threads, env_seed=env_seed, **options)
+    ours = {"num_envs": num_envs, "num_threads": num_threads, "env_seed": env_seed}
+    try:
+        return envpool.make(env_id, env_type="gymnasium", **ours, **options)
+    except Exception as error:
+        raise BadInput(f"env_id={env_id}, env_kwargs={options}: EnvPool cannot make it: {first_line(error)}") from None
+
+
+def make_step(obs, reward, terminated, truncated, info) -> Step:
+    """What a pool answers, as a `Step`. Only here does float64 meet float32."""
+    info = {key: value for key, value in info.items() if key not in ("env_id", "players")}
+    obs, reward, info = jax.tree.map(to_float32, (obs, reward, info))
+    return Step(obs, reward, terminated, truncated, info["elapsed_step"] == 0, info)
 
 
 def as_env(pool) -> tuple[Env, Any]:
-    """Adapt a pool's XLA functions to an `Env` and its handle. Only here does float64 meet float32."""
+    """Adapt a pool's XLA functions to an `Env` and its handle."""
     handle, xla_recv, xla_send, _ = pool.xla()
     action_dtype = pool.action_space.dtype
 
@@ -479,10 +512,8 @@ def as_env(pool) -> tuple[Env, Any]:
         return xla_send(handle, action.astype(action_dtype))
 
     def recv(handle):
-        handle, (obs, reward, terminated, truncated, info) = xla_recv(handle)
-        info = {key: value for key, value in info.items() if key not in ("env_id", "players")}
-        obs, reward, info = jax.tree.map(to_float32, (obs, reward, info))
-        return handle, Step(obs, reward, terminated, truncated, info["elapsed_step"] == 0, info)
+        handle, answer = xla_recv(handle)
+        return handle, make_step(*answer)
 
     return Env(send, recv), handle
 
@@ -939,14 +970,20 @@ def wrapped_act(agent: AgentState, wrappers: tuple[EnvWrapper, ...], obs):
     return fold(wrappers, "send", act(agent, obs))[1]
 
 
-@functools.partial(jax.jit, static_argnames=("env", "deterministic"))
-def evaluation_step(state: RunState, env: Env, deterministic: bool) -> tuple[RunState, Step]:
-    """Act once in every environment."""
+@functools.partial(jax.jit, static_argnames="deterministic")
+def choose_actions(state: RunState, deterministic: bool) -> tuple[RunState, jax.Array]:
+    """The next actions [N, A] for all environments, in the task's own bounds."""
     key, action_key = jax.random.split(state.key)
-    wrappers, sent = fold(state.wrappers, "send", act(state.agent, state.obs, None if deterministic else action_key))
-    handle, step = env.recv(env.send(state.handle, sent))
-    wrappers, step = fold(wrappers, "recv", step)
-    return state.replace(key=key, handle=handle, wrappers=wrappers, obs=step.obs), step
+    action = act(state.agent, state.obs, None if deterministic else action_key)
+    wrappers, action = fold(state.wrappers, "send", action)
+    return state.replace(key=key, wrappers=wrappers), action
+
+
+@jax.jit
+def receive_step(state: RunState, step: Step) -> tuple[RunState, Step]:
+    """Pass on what the environments answered."""
+    wrappers, step = fold(state.wrappers, "recv", step)
+    return state.replace(wrappers=wrappers, obs=step.obs), step
 
 
 def evaluate(model: Model, episodes: int, deterministic: bool) -> dict[str, Any]:
@@ -960,12 +997,12 @@ def evaluate(model: Model, episodes: int, deterministic: bool) -> dict[str, Any]
     pool = make_pool(args.env_id, num_envs, seeds, min(args.num_threads, num_envs), **args.env_options)
     if make_task(pool).obs_shapes != task.obs_shapes or len(make_task(pool).low) != len(task.low):
         raise BadInput(f"env_id={args.env_id}: its sizes here are not those that the model was trained with")
-    env, handle = as_env(pool)
     wrappers, obs = fold(freeze(state.wrappers), "reset", jax.tree.map(to_float32, pool.reset()[0]))
-    state = state.replace(handle=handle, wrappers=wrappers, obs=obs)
+    state = state.replace(handle=None, wrappers=wrappers, obs=obs)
     finished = [[] for _ in range(num_envs)]  # (return, length) of each environment's first episodes
     while any(len(of_env) < episodes // num_envs for of_env in finished):
-        state, step = evaluation_step(state, env, deterministic)
+        state, action = choose_actions(state, deterministic)
+        state, step = receive_step(state, make_step(*pool.step(np.asarray(action, pool.action_space.dtype))))
         ended, returns, lengths = jax.device_get(
             (step.terminated | step.truncated, step.info["episode_return"], step.info["episode_length"])
         )
@@ -1026,6 +1063,8 @@ class StopSignal:
         self.received = signal.Signals(number)
         for number in self.previous:
             signal.signal(number, signal.SIG_DFL)
+        if sys.stdout and sys.stdout.isatty():
+            os.write(1, b"\x1b[?25h")  # the cursor, which the progress bar hides and a second signal would not bring back
         os.write(2, f"\n{self.received.name}: this iteration is the last; once more ends at once\n".encode())
 
     def __exit__(self, *exception):
@@ -1034,10 +1073,14 @@ class StopSignal:
 
 
 def check_wandb_login() -> None:
-    """Raise `BadInput` where W&B would want to go online without a key."""
+    """Raise `BadInput` where W&B would want to go online and cannot."""
     import wandb
 
-    if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+    try:
+        welcome = wandb.setup().settings.mode != "online" or wandb.login(prompt=False)
+    except Exception as error:
+        raise BadInput(f"track=True: W&B refuses: {first_line(error)}; or set WANDB_MODE=offline") from None
+    if not welcome:
         raise BadInput("track=True: no login at Weights and Biases; run `wandb login`, or set WANDB_MODE=offline")
 
 
@@ -1046,6 +1089,8 @@ def make_run_directory(args: Args) -> str:
     second = int(time.time())
     while True:
         run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{second}".replace("/", "-")
+        if len(os.fsencode(run_name)) > 255:
+            raise BadInput(f"exp_name={args.exp_name[:20]}...: too long for a directory's name")
         try:
             os.makedirs(directory := os.path.join("runs", run_name))
             return directory
@@ -1070,7 +1115,10 @@ def git_commit() -> str | None:
 
 
 def start_wandb(args: Args, run_name: str):
-    """Track a run, new or resumed, and this file's code. What TensorBoard's writer gets from now on is mirrored."""
+    """Track a run, new or resumed. What TensorBoard's writer gets from now on is mirrored.
+
+    W&B saves the code too, where the script lies below the working directory.
+    """
     import wandb
 
     return wandb.init(
@@ -1127,20 +1175,25 @@ class RunLog:
         self.last_returns = collections.deque(maxlen=100)
         self.evaluation: dict[str, Any] | None = None  # the last one
         self.summary: dict[str, Any] = {}
-        self.wandb_run = start_wandb(args, self.run_name) if args.track else None
-        self.writer = make_writer(directory)
+        self.commit, self.wandb_run, self.writer = git_commit(), None, None
+        console = Console()
         columns = ("{task.percentage:3.0f}%", BarColumn(), "{task.description}", TimeRemainingColumn())
-        self.progress = Progress(*columns, disable=not sys.stdout.isatty())
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal or console.is_dumb_terminal)
         self.task = self.progress.add_task("compiling", total=args.num_iterations)
 
     def __enter__(self):
+        return self
+
+    def start(self) -> None:
+        """Open the writers and say what runs. Inside `with`, so that a fault here leaves a summary too."""
+        self.wandb_run = start_wandb(self.args, self.run_name) if self.args.track else None
+        self.writer = make_writer(self.directory)
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
         threads = self.args.num_threads or min(self.args.num_envs, os.cpu_count())
         print(self.run_name)
         print(f"{packages}; {jax.default_backend()}, {os.cpu_count()} cores, {threads} EnvPool threads", flush=True)
         write_table(self.writer, "hyperparameters", dataclasses.asdict(self.args))
         self.progress.start()
-        return self
 
     @property
     def global_step(self) -> int:
@@ -1192,8 +1245,8 @@ class RunLog:
         start = time.time()
         self.evaluation = evaluate(model, self.args.eval_episodes, self.args.eval_deterministic)
         write_scalars(self.writer, {"eval/episodic_return": self.evaluation["mean"]}, self.global_step)
-        self.first_end += time.time() - start
-        self.last_end += time.time() - start
+        elapsed = time.time() - start
+        self.first_end, self.last_end = self.first_end + elapsed, self.last_end + elapsed
 
     def __exit__(self, exception_type, exception, traceback):
         self.progress.stop()
@@ -1205,7 +1258,7 @@ class RunLog:
             "run_name": self.run_name,
             "args": dataclasses.asdict(self.args),
             "command": shlex.join(sys.argv),
-            "commit": git_commit(),
+            "commit": self.commit,
             "versions": versions(),
             "machine": f"{platform.platform()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}",
             "global_step": self.global_step,
@@ -1215,15 +1268,19 @@ class RunLog:
             "wall_time": time.time() - self.start_time,
             "SPS": self.sps,
         }
-        write_atomically(os.path.join(self.directory, "summary.json"), json.dumps(self.summary, indent=2).encode())
-        self.writer.close()
-        if self.wandb_run:
-            self.wandb_run.finish(exit_code=int(exception is not None))
-        print(
-            f"{status}: return {show(self.mean_return, '.1f')} over the last {len(self.last_returns)} episodes, "
-            f"{self.summary['wall_time']:.0f} s, {show(self.sps, ',.0f')} SPS",
-            flush=True,
-        )
+        try:
+            write_atomically(os.path.join(self.directory, "summary.json"), json.dumps(self.summary, indent=2).encode())
+        finally:
+            if self.writer:
+                self.writer.close()
+            if self.wandb_run:
+                self.wandb_run.finish(exit_code=int(exception is not None))
+        if not exception:
+            print(
+                f"{status}: return {show(self.mean_return, '.1f')} over the last {len(self.last_returns)} episodes, "
+                f"{self.summary['wall_time']:.0f} s, {show(self.sps, ',.0f')} SPS",
+                flush=True,
+            )
 
 
 def show(value: float | None, form: str) -> str:
@@ -1243,6 +1300,7 @@ def train(args: Args) -> dict[str, Any]:
     """
     # Minibatches are too small to share: an update takes XLA 28 ms with two threads, 21 ms with one. EnvPool has its own.
     os.environ.setdefault("NPROC", "1")  # the size of XLA's thread pool, read when JAX first uses the CPU
+    jax.clear_caches()  # of an earlier run in this process, whose pool and threads they would keep
     if args.track:
         check_wandb_login()
     model = load_model(args.resume) if args.resume else None
@@ -1254,6 +1312,7 @@ def train(args: Args) -> dict[str, Any]:
         pool = make_pool(args.env_id, args.num_envs, seeds, args.num_threads, **args.env_options)
         directory = os.path.dirname(os.path.abspath(args.resume)) if model else make_run_directory(args)
         with RunLog(args, directory, stop, iteration) as log:
+            log.start()
             env, handle = as_env(pool)
             task, obs = make_task(pool), jax.tree.map(to_float32, pool.reset()[0])
             state = make_state(args, task, handle, obs)
@@ -1296,7 +1355,7 @@ def main(argv: list[str] | None = None) -> int:
             print("".join(f"{name:13} {value}\n" for name, value in result.items()) + json.dumps(result))
             return 0
         summary = train(args)
-    except (BadInput, FloatingPointError) as error:
+    except (BadInput, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, BadInput) else 1
     return 0 if summary["status"] == "finished" else 128 + signal.Signals[summary["reason"]]

@@ -39,6 +39,20 @@ from runs import TINY, command, read_scalars, read_summary, run, run_directories
         ("num_threads", -1, "num_threads=-1: must lie in [0, num_envs=64]"),
         ("num_threads", 65, "num_threads=65: must lie in [0, num_envs=64]"),
         ("env_kwargs", ("max_episode_steps",), "env_kwargs=max_episode_steps: must be key=value"),
+        ("env_kwargs", ("max_episode_steps=0",), "env_kwargs=max_episode_steps=0: must be at least 1"),
+        ("env_kwargs", ("frame_skip=-1",), "env_kwargs=frame_skip=-1: must be at least 1"),
+        ("env_kwargs", ("a=1", "a=2"), "env_kwargs=a=2: a is given twice"),
+        ("max_grad_norm", 0.0, "max_grad_norm=0: must be above 0"),
+        (
+            "total_timesteps",
+            10**30,
+            "total_timesteps=1000000000000000000000000000000: must be less than 2**31 batches of 2048",
+        ),
+        ("exp_name", "two\nlines", "exp_name='two\\nlines': must be printable"),
+        ("exp_name", "\udcff", "exp_name='\\udcff': must be printable"),
+        ("eval_episodes", 0, "eval_episodes=0: must be at least 1"),
+        ("eval_frequency", -1, "eval_frequency=-1: must be at least 0"),
+        ("checkpoint_frequency", -1, "checkpoint_frequency=-1: must be at least 0"),
     ],
 )
 def test_bad_arguments_are_named_with_what_would_do(flag, value, message):
@@ -56,6 +70,9 @@ def test_bad_arguments_are_named_with_what_would_do(flag, value, message):
         (["--env-id", "Hoper-v4"], "Hopper-v4"),
         (["--env-id", "CartPole-v1"], "Discrete"),
         (["--env-kwargs", "colour=1"], "colour"),
+        (["--env-kwargs", "xml_file=none.xml"], "xml_file"),
+        (["--env-kwargs", "frame_stack=0"], "frame_stack"),
+        (["--exp-name", "x" * 300], "too long"),
     ],
 )
 def test_bad_input_ends_in_process_with_status_two_and_writes_nothing(flags, message, tmp_path, monkeypatch, capfd):
@@ -80,6 +97,15 @@ def test_tracking_without_a_login_names_the_offline_mode(tmp_path):
     ended = run(tmp_path, "--track", *TINY, HOME=str(tmp_path / "home"), WANDB_MODE="online", WANDB_API_KEY="")
     assert ended.returncode == 2 and "WANDB_MODE=offline" in ended.stderr and "Traceback" not in ended.stderr
     assert not (tmp_path / "runs").exists() and not (tmp_path / "wandb").exists()
+
+
+def test_a_closed_pipe_ends_the_run_with_a_summary_and_one_line(tmp_path):
+    process = subprocess.Popen(command(*TINY), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait() == 1 and "Broken pipe" in error and "Traceback" not in error
+    summary = read_summary(tmp_path)
+    assert summary["status"] == "failed" and "BrokenPipeError" in summary["reason"]
 
 
 def test_help_explains_every_flag(capsys):

@@ -154,6 +154,23 @@ def test_tasks_that_cannot_be_trained_on_are_refused_by_name(env_id, options, me
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("options", [{"xml_file": "none.xml"}, {"frame_stack": 0}])
+def test_options_that_envpool_rejects_are_refused_in_one_line(options):
+    with pytest.raises(ppo.BadInput, match=next(iter(options))) as error:
+        make("HalfCheetah-v4", **options)
+    assert "\n" not in str(error.value)
+
+
+def test_first_line_of_an_error_is_never_empty():
+    assert ppo.first_line(ValueError("one\ntwo")) == "one" and ppo.first_line(ValueError()) == "ValueError()"
+
+
+def test_a_backend_that_does_not_exist_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: (_ for _ in ()).throw(RuntimeError("no such backend")))
+    with pytest.raises(ppo.BadInput, match="no such backend; set JAX_PLATFORMS=cpu"):
+        make("HalfCheetah-v4")
+
+
 def test_unbounded_actions_are_refused(monkeypatch):
     import envpool
 

@@ -247,6 +247,7 @@ def test_a_full_disk_while_saving_warns_and_keeps_the_old_file(saved, tmp_path, 
     monkeypatch.chdir(tmp_path)
     model = ppo.load_model(saved[0])
     with ppo.RunLog(ARGS, ppo.make_run_directory(ARGS), ppo.StopSignal()) as log:
+        log.start()
         log.save(model)
         before = Path(log.model_path).read_bytes()
         with monkeypatch.context() as patch:

@@ -23,13 +23,14 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 TRAINING = [command for command in COMMANDS if "python ppo_" in command and "MODEL" not in command]
-ON_A_MODEL = [command for command in COMMANDS if "MODEL" in command]
+ON_A_MODEL = [command for command in COMMANDS if "MODEL" in command and "publish" not in command]
 SWEEPS = [command for command in COMMANDS if command.startswith("./benchmark.sh")]
 ELSEWHERE = {  # what runs them, since a test cannot
     "pip install -r tests/requirements.txt && pytest": ".ci/run",
     "uv run ppo_continuous_action_envpool_xla_jax_scan.py --env-id HalfCheetah-v4": "test_script_metadata",
     "pip install -r benchmark/requirements.txt && python benchmark/report.py": "test_benchmark.py",
     "pip install -r benchmark/requirements-peers.txt && python benchmark/speed.py": "by hand: peers are not installed",
+    "pip install -r extras/requirements.txt && python extras/publish.py MODEL --repo Hopper-v4-ppo": "test_publish.py",
     "pip install pre-commit && pre-commit run --all-files": "by hand: it fetches ruff",
 }
 

@@ -1,7 +1,9 @@
 """What a run leaves behind: TensorBoard's scalars and text, W&B's record, the summary, the terminal's lines."""
 
 import dataclasses
+import gc
 import json
+import os
 import re
 import shutil
 import signal
@@ -73,7 +75,7 @@ def test_train_returns_the_summary_that_it_wrote(finished):
     assert summary["args"] == dataclasses.asdict(ARGS)
     assert summary["run_name"] == run_directories(folder)[0].name
     assert summary["versions"]["jax"] == jax.__version__ and summary["versions"] == ppo.versions()
-    assert summary["SPS"] == pytest.approx(read_scalars(folder)["charts/SPS"][-1][1], rel=1e-6)
+    assert summary["SPS"] == pytest.approx(read_scalars(folder)["charts/SPS"][-1][1], rel=1e-5)
     assert summary["num_returns"] == sum(number for _, number in read_scalars(folder)["charts/num_episodes"])
     assert summary["wall_time"] > 0 and "cores" in summary["machine"] and summary["command"]
 
@@ -89,6 +91,7 @@ def test_piped_output_is_an_opening_some_steps_and_a_closing_line(finished):
 def test_long_runs_print_about_twenty_lines(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with ppo.RunLog(ppo.Args(), ppo.make_run_directory(ppo.Args()), ppo.StopSignal()) as log:
+        log.start()
         for _ in range(1464):
             log.record(report())
     assert sum(line.startswith("step") for line in capsys.readouterr().out.splitlines()) == 21
@@ -97,6 +100,7 @@ def test_long_runs_print_about_twenty_lines(tmp_path, monkeypatch, capsys):
 def test_summary_averages_the_last_hundred_episodes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with ppo.RunLog(ARGS, ppo.make_run_directory(ARGS), ppo.StopSignal()) as log:
+        log.start()
         for first in range(0, 160, 8):
             log.record(report(tuple(range(first, first + 8))))
     assert log.summary["mean_return"] == np.mean(range(60, 160)) and log.summary["num_returns"] == 100
@@ -106,6 +110,7 @@ def test_summary_averages_the_last_hundred_episodes(tmp_path, monkeypatch):
 def test_a_run_without_a_finished_episode_has_no_score(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with ppo.RunLog(ARGS, ppo.make_run_directory(ARGS), ppo.StopSignal()) as log:
+        log.start()
         log.record(report())
     assert log.summary["mean_return"] is None and log.summary["SPS"] is None and log.sps is None
     assert read_scalars(tmp_path).keys() == {"losses/loss"}
@@ -115,6 +120,7 @@ def test_faults_end_the_run_by_name_after_logging_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FloatingPointError, match="iteration 2: not finite: reward"):  # noqa: SIM117
         with ppo.RunLog(ARGS, ppo.make_run_directory(ARGS), ppo.StopSignal()) as log:
+            log.start()
             log.record(report((1.0,)))
             log.record(report((np.nan,), faults=["reward"]))
     summary = read_summary(tmp_path)
@@ -226,6 +232,24 @@ def test_wandb_offline_records_config_scalars_global_step_tags_and_code(tmp_path
     assert list(tmp_path.glob("wandb/offline-run-*/files/code/**/ppo_continuous_action_envpool_xla_jax_scan.py"))
 
 
+def test_a_fault_of_the_writers_leaves_a_summary(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ppo, "make_writer", lambda directory: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert ppo.main(TINY) == 1
+    summary = read_summary(tmp_path)
+    assert summary["status"] == "failed" and "No space left" in summary["reason"] and summary["global_step"] == 0
+
+
+def test_runs_of_one_process_do_not_pile_up_threads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    threads = []
+    for _ in range(3):
+        ppo.train(dataclasses.replace(ARGS, num_threads=4, save_model=False))
+        gc.collect()
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert threads[2] <= threads[0] + 2  # a pool has five
+
+
 def test_check_wandb_login_asks_for_none_offline(monkeypatch):
     import wandb
 
@@ -241,3 +265,6 @@ def test_check_wandb_login_asks_for_none_offline(monkeypatch):
         ppo.check_wandb_login()
     monkeypatch.setattr(wandb, "login", lambda prompt: True)
     assert ppo.check_wandb_login() is None
+    monkeypatch.setattr(wandb, "login", lambda prompt: (_ for _ in ()).throw(ValueError("API key must be 40 characters")))
+    with pytest.raises(ppo.BadInput, match="W&B refuses: API key must be 40 characters; or set WANDB_MODE=offline"):
+        ppo.check_wandb_login()
