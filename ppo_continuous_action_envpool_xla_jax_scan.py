@@ -602,6 +602,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=1e-5))
 
 
+@functools.partial(jax.jit, static_argnames=("args", "obs_size", "action_size"))
 def make_agent(args: Args, key, obs_size: int, action_size: int) -> AgentState:
     network = Network(action_size)
     params = network.init(key, jnp.zeros((1, obs_size), jnp.float32))
@@ -860,7 +861,7 @@ def make_state(args: Args, task: Task, handle=None, obs=None) -> RunState:
     """A new run, at the first observations of its environments; by default at none, to be filled from a file."""
     obs = jnp.zeros((args.num_envs, task.obs_size), jnp.float32) if obs is None else obs
     key, agent_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    wrappers, obs = fold(make_wrappers(args, task), "reset", obs)
+    wrappers, obs = jax.jit(fold, static_argnames="method")(make_wrappers(args, task), "reset", obs)  # less memory than eager
     agent = make_agent(args, agent_key, obs.shape[-1], len(task.low))
     return RunState(jnp.zeros((), jnp.int32), key, agent, handle, wrappers, obs)
 
