@@ -20,7 +20,7 @@
     python ppo_continuous_action_envpool_xla_jax_scan.py --evaluate runs/<run>/<exp_name>.cleanrl_model
 
 The file reads from top to bottom: arguments, environment stream, agent, PPO, saving and evaluating, training. All of it is
-pure until "Saving and evaluating", but for `make_pool` and the adapter over its pool. Importing the file changes nothing but
+pure until "Saving and evaluating", but for what checks, makes and adapts a pool. Importing the file changes nothing but
 JAX's x64 flag.
 
 Shapes: T num_steps, N num_envs, B = T * N, M minibatch, O observation size, A action size.
@@ -1297,7 +1297,8 @@ def is_due(iteration: int, frequency: int, args: Args) -> bool:
 def train(args: Args) -> dict[str, Any]:
     """Train an agent and return the run's summary.
 
-    Raises `BadInput` before anything is written, and FloatingPointError if a loss, reward or parameter is not finite.
+    Raises `BadInput` before anything is written, and FloatingPointError if a loss, reward, observation or parameter is not
+    finite.
     """
     # Minibatches are too small to share: an update takes XLA 28 ms with two threads, 21 ms with one. EnvPool has its own.
     os.environ.setdefault("NPROC", "1")  # the size of XLA's thread pool, read when JAX first uses the CPU
