@@ -1,5 +1,6 @@
 """What a run leaves behind: TensorBoard's scalars and text, W&B's record, the summary, the terminal's lines."""
 
+import ctypes
 import dataclasses
 import gc
 import json
@@ -268,3 +269,23 @@ def test_check_wandb_login_asks_for_none_offline(monkeypatch):
     monkeypatch.setattr(wandb, "login", lambda prompt: (_ for _ in ()).throw(ValueError("API key must be 40 characters")))
     with pytest.raises(ppo.BadInput, match="W&B refuses: API key must be 40 characters; or set WANDB_MODE=offline"):
         ppo.check_wandb_login()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library's own affair")
+def test_freed_memory_goes_back_to_the_system():
+    def resident_mb() -> float:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    libc, size = ctypes.CDLL(None), 2**15
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    blocks = [libc.malloc(size) for _ in range(2**11)]  # 64 MB
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks[:-1]:  # the last one keeps the C library from shrinking its heap by itself
+        libc.free(block)
+    before = resident_mb()
+    ppo.return_free_memory()
+    after = resident_mb()
+    libc.free(blocks[-1])
+    assert after < before - 30
