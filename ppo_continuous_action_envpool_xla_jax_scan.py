@@ -29,21 +29,27 @@ Shapes: T num_steps, N num_envs, B = T * N, M minibatch, O observation size, A a
 import argparse
 import ast
 import collections
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
 import difflib
 import functools
+import glob
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -105,6 +111,8 @@ class Args:
     """evaluate every so many iterations too (0: only at the end)"""
     eval_deterministic: bool = True
     """evaluate the mean action, not a sampled one"""
+    capture_video: bool = False
+    """film the first episode of each evaluation into videos/{run_name} (needs imageio[ffmpeg] and OpenGL)"""
 
     # Environment
     env_id: str = "HalfCheetah-v4"
@@ -872,7 +880,7 @@ def make_state(args: Args, task: Task, handle=None, obs=None) -> RunState:
 
 FORMAT = 1  # of a model file: {format, sha256, payload}, msgpack throughout, never pickle
 FREE_ON_RESUME = {"total_timesteps", "track", "wandb_project_name", "wandb_entity", "save_model", "checkpoint_frequency"}
-FREE_ON_RESUME |= {"resume", "evaluate", "eval_episodes", "eval_frequency", "eval_deterministic"}
+FREE_ON_RESUME |= {"resume", "evaluate", "eval_episodes", "eval_frequency", "eval_deterministic", "capture_video"}
 
 
 class Model(NamedTuple):
@@ -988,10 +996,11 @@ def receive_step(state: RunState, step: Step) -> tuple[RunState, Step]:
     return state.replace(wrappers=wrappers, obs=step.obs), step
 
 
-def evaluate(model: Model, episodes: int, deterministic: bool) -> dict[str, Any]:
+def evaluate(model: Model, episodes: int, deterministic: bool, film_path: str | None = None) -> dict[str, Any]:
     """Score an agent on fresh environments, equally many episodes of each; the same model always meets the same ones.
 
-    Returns what the last line of `--evaluate` prints: env_id, mean, std, min, max, episodes, length, deterministic.
+    Films the first episode of the first environment, if it is told where. Returns what the last line of `--evaluate`
+    prints: env_id, mean, std, min, max, episodes, length, deterministic.
     """
     args, task, state = model
     num_envs = max(n for n in range(1, min(episodes, args.num_envs) + 1) if episodes % n == 0)
@@ -1002,14 +1011,20 @@ def evaluate(model: Model, episodes: int, deterministic: bool) -> dict[str, Any]
     wrappers, obs = fold(freeze(state.wrappers), "reset", jax.tree.map(to_float32, pool.reset()[0]))
     state = state.replace(handle=None, wrappers=wrappers, obs=obs)
     finished = [[] for _ in range(num_envs)]  # (return, length) of each environment's first episodes
+    filmed = []  # actions [A] of the first episode
     while any(len(of_env) < episodes // num_envs for of_env in finished):
         state, action = choose_actions(state, deterministic)
-        state, step = receive_step(state, make_step(*pool.step(np.asarray(action, pool.action_space.dtype))))
+        action = np.asarray(action, pool.action_space.dtype)
+        if not finished[0]:
+            filmed.append(action[0])
+        state, step = receive_step(state, make_step(*pool.step(action)))
         ended, returns, lengths = jax.device_get(
             (step.terminated | step.truncated, step.info["episode_return"], step.info["episode_length"])
         )
         for i in np.flatnonzero(ended):
             finished[i].append((float(returns[i]), int(lengths[i])))
+    if film_path:
+        film(film_path, args, seeds[0], filmed)
     returns, lengths = np.array([of_env[: episodes // num_envs] for of_env in finished]).reshape(-1, 2).T
     return {
         "env_id": args.env_id,
@@ -1021,6 +1036,77 @@ def evaluate(model: Model, episodes: int, deterministic: bool) -> dict[str, Any]
         "length": lengths.mean(),
         "deterministic": deterministic,
     }
+
+
+def check_camera() -> None:
+    """Raise `BadInput` unless films can be written."""
+    if not importlib.util.find_spec("imageio_ffmpeg"):
+        raise BadInput("capture_video=True: needs imageio; pip install 'imageio[ffmpeg]'")
+
+
+def make_film_path(model: Model, run_name: str) -> str:
+    return os.path.join("videos", run_name, f"step-{int(model.state.iteration) * model.args.batch_size}.mp4")
+
+
+def film(path: str, args: Args, seed: int, actions: list[np.ndarray]) -> None:
+    """Have an episode acted out again and filmed, or say why not: a film is worth no run.
+
+    In a process of its own, because MuJoCo ends the process that it finds no OpenGL in.
+    """
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            process.submit(act_out, os.path.abspath(path), args.env_id, args.env_options, seed, actions).result()
+    except RuntimeError as error:  # EnvPool's of OpenGL, or the end of the process
+        hint = "on Debian, OpenGL comes with: apt install libegl-mesa0 libgl1-mesa-dri"
+        print(f"{path}: not filmed: {first_line(error)}; {hint}", file=sys.stderr)
+    except Exception as error:
+        print(f"{path}: not filmed: {first_line(error)}", file=sys.stderr)
+
+
+def act_out(path: str, env_id: str, options: dict[str, Any], seed: int, actions: list[np.ndarray]) -> None:
+    """Act an episode out again before EnvPool's camera and write the film, a frame a step."""
+    import envpool
+    import imageio
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process decides
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    os.chdir(tempfile.gettempdir())  # where MuJoCo leaves its log
+    # MuJoCo looks for OpenGL among the libraries that all can see. It must find the one that EnvPool draws with, its own.
+    for library in glob.glob(os.path.join(os.path.dirname(envpool.__file__) + ".libs", "libEGL*")):
+        ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+    pool = envpool.make(env_id, env_type="gymnasium", num_envs=1, env_seed=[seed], render_mode="rgb_array", **options)
+    pool.reset()
+    partial = path + ".tmp.mp4"
+    try:
+        with imageio.get_writer(partial, fps=frame_rate(pool.spec.config, env_id), macro_block_size=2) as writer:
+            for action in actions:
+                pool.step(action[None])
+                writer.append_data(pool.render()[0])
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(partial)
+
+
+def frame_rate(config, env_id: str) -> float:
+    """Steps of a task in a second of its own time, by the MuJoCo model that it loads; 30 without one."""
+    config = config._asdict()
+    if "ctrl_dt" in config:  # MuJoCo Playground
+        return 1 / config["ctrl_dt"]
+    folder = os.path.join(config["base_path"], "mujoco")
+    if "xml_file" in config:
+        name = config["xml_file"].removesuffix(".xml")
+        models = [os.path.join(folder, path) for path in (f"assets_gym/{name}.xml", f"assets_gym/{name}_envpool.xml")]
+        models.append(os.path.join(folder, "robotics", "assets", config["xml_file"]))
+    else:  # dm_control names them after the domain: ball_in_cup.xml for BallInCupCatch-v1
+        models = glob.glob(os.path.join(folder, "assets_dmc", "*.xml")) if "task_name" in config else []
+        models = [m for m in models if env_id.lower().startswith(os.path.basename(m)[: -len(".xml")].replace("_", "").lower())]
+    for model in sorted(filter(os.path.exists, models), key=len, reverse=True):
+        with open(model) as file:
+            timestep = re.search(r'<option[^>]* timestep="([^"]+)"', file.read())
+        return 1 / (config["frame_skip"] * float(timestep[1] if timestep else 0.002))  # MuJoCo's default
+    return 30
 
 
 def load_agent(path: str) -> Callable[..., np.ndarray]:
@@ -1135,6 +1221,12 @@ def start_wandb(args: Args, run_name: str):
     )
 
 
+def log_film(wandb_run, path: str) -> None:
+    import wandb
+
+    wandb_run.log({"video": wandb.Video(path)})
+
+
 def make_writer(directory: str):
     """TensorBoard's own writer. After `start_wandb`, which puts a class of its own in this one's place."""
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -1245,8 +1337,11 @@ class RunLog:
     def evaluate(self, model: Model) -> None:
         """Evaluate an agent, log its mean return, and leave the time that it took out of SPS."""
         start = time.time()
-        self.evaluation = evaluate(model, self.args.eval_episodes, self.args.eval_deterministic)
+        film_path = make_film_path(model, self.run_name) if self.args.capture_video else None
+        self.evaluation = evaluate(model, self.args.eval_episodes, self.args.eval_deterministic, film_path)
         write_scalars(self.writer, {"eval/episodic_return": self.evaluation["mean"]}, self.global_step)
+        if self.wandb_run and film_path and os.path.exists(film_path):
+            log_film(self.wandb_run, film_path)
         elapsed = time.time() - start
         self.first_end, self.last_end = self.first_end + elapsed, self.last_end + elapsed
 
@@ -1312,6 +1407,8 @@ def train(args: Args) -> dict[str, Any]:
     jax.clear_caches()  # of an earlier run in this process, whose pool and threads they would keep
     if args.track:
         check_wandb_login()
+    if args.capture_video:
+        check_camera()
     model = load_model(args.resume) if args.resume else None
     iteration = int(model.state.iteration) if model else 0
     if model:
@@ -1362,7 +1459,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         if args.evaluate:
-            result = evaluate(load_model(args.evaluate), args.eval_episodes, args.eval_deterministic)
+            model, film_path = load_model(args.evaluate), None
+            if args.capture_video:
+                check_camera()
+                film_path = make_film_path(model, os.path.basename(os.path.dirname(os.path.abspath(args.evaluate))))
+            result = evaluate(model, args.eval_episodes, args.eval_deterministic, film_path)
             print("".join(f"{name:13} {value}\n" for name, value in result.items()) + json.dumps(result))
             return 0
         summary = train(args)
