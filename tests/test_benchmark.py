@@ -68,7 +68,8 @@ def start(sweep, cwd, *flags, **env):
     env = {key: value for key, value in os.environ.items() if key not in ("WANDB_TAGS", "XLA_FLAGS")} | env
     env |= {"PYTHON": sys.executable, "COLUMNS": "200"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(["bash", str(sweep), *flags], cwd=cwd, env=env, start_new_session=True, **pipes)
+    command = ["env", "--default-signal=INT", "bash", str(sweep), *flags]  # even where pytest runs in the background
+    return subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, **pipes)
 
 
 def run(sweep, cwd, *flags, **env):

@@ -21,6 +21,7 @@ def read_film(path):
         return np.stack(list(reader.iter_data())), reader.get_meta_data()["fps"]
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # of the reader here, which JAX watches
 def test_an_evaluation_is_filmed_step_by_step_at_the_tasks_pace_and_tracked(tmp_path):
     ended = run(tmp_path, *FILMED, "--track", WANDB_MODE="offline")
     assert ended.returncode == 0, ended.stderr

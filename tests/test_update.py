@@ -230,7 +230,7 @@ def test_flag_changes_what_is_learned(flag):
 
 def test_every_flag_that_shapes_training_is_in_the_list():
     others = "exp_name track wandb_project_name wandb_entity env_id env_kwargs num_threads save_model checkpoint_frequency"
-    others = f"{others} resume evaluate eval_episodes eval_frequency eval_deterministic".split()
+    others = f"{others} resume evaluate eval_episodes eval_frequency eval_deterministic capture_video".split()
     assert {field.name for field in dataclasses.fields(ppo.Args)} == CHANGES.keys() | set(others)
 
 
