@@ -80,9 +80,9 @@ class BadInput(ValueError):
     """What the user asked for cannot be done. One line that names the argument, the value and what would do."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # hence hashable, hence static to `jit` as a whole
 class Args:
-    """PPO for continuous control on EnvPool, compiled by JAX. Frozen, hence hashable, hence static to `jit` as a whole."""
+    """PPO for continuous control on EnvPool, compiled by JAX."""
 
     # Experiment
     exp_name: str = os.path.basename(__file__)[: -len(".py")]
@@ -1057,6 +1057,7 @@ def film(path: str, args: Args, seed: int, actions: list[np.ndarray]) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             process.submit(act_out, os.path.abspath(path), args.env_id, args.env_options, seed, actions).result()
+        print(f"filmed: {path}")
     except RuntimeError as error:  # EnvPool's of OpenGL, or the end of the process
         hint = "on Debian, OpenGL comes with: apt install libegl-mesa0 libgl1-mesa-dri"
         print(f"{path}: not filmed: {first_line(error)}; {hint}", file=sys.stderr)
@@ -1117,15 +1118,20 @@ def load_agent(path: str) -> Callable[..., np.ndarray]:
 
 @dataclass(frozen=True)
 class Policy:
-    """Observations in, actions in the task's own bounds out: NumPy, one [O] or many [N, O], or dicts of such."""
+    """Observations in, actions in the task's own bounds out: NumPy, one [O] or many [N, O], or dicts of such.
+
+    Raises `BadInput` for observations of another task.
+    """
 
     task: Task
     agent: AgentState
     wrappers: tuple[EnvWrapper, ...]
 
     def __call__(self, obs) -> np.ndarray:
-        first = next(iter(obs.items())) if isinstance(obs, dict) else ("", obs)
-        one = np.ndim(first[1]) == len(self.task.obs_shapes[first[0]])
+        shapes = {key: np.shape(x) for key, x in (obs if isinstance(obs, dict) else {"": obs}).items()}
+        one = shapes == self.task.obs_shapes
+        if not one and {key: shape[1:] for key, shape in shapes.items()} != self.task.obs_shapes:
+            raise BadInput(f"obs has the shapes {shapes}; one observation of the agent's task has {self.task.obs_shapes}")
         obs = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32)[None] if one else jnp.asarray(x, jnp.float32), obs)
         action = np.asarray(wrapped_act(self.agent, self.wrappers, obs))
         return action[0] if one else action

@@ -28,7 +28,7 @@ def test_an_evaluation_is_filmed_step_by_step_at_the_tasks_pace_and_tracked(tmp_
     if "libegl-mesa0" in ended.stderr:
         pytest.skip(ended.stderr)
     path = tmp_path / "videos" / run_directories(tmp_path)[0].name / "step-512.mp4"
-    assert list(path.parent.iterdir()) == [path]
+    assert list(path.parent.iterdir()) == [path] and f"filmed: {path.relative_to(tmp_path)}" in ended.stdout
     frames, fps = read_film(path)
     assert fps == 20 and frames.shape == (50, 480, 480, 3)
     assert all(frame.std() > 10 for frame in frames)  # none is blank

@@ -289,6 +289,13 @@ def test_load_agent_acts_on_one_or_many_in_the_tasks_bounds_without_envpool(trai
     assert ended.returncode == 0, ended.stderr
 
 
+def test_policy_refuses_observations_of_another_task_in_one_line(trained):
+    policy = ppo.load_agent(trained[1])
+    for obs in (np.zeros(17), np.zeros((2, 17)), np.zeros(()), {"a": np.zeros(11)}):
+        with pytest.raises(ppo.BadInput, match=r"shapes .* has {'': \(11,\)}"):
+            policy(obs)
+
+
 def test_policy_takes_dicts_and_maps_to_the_bounds():
     sizes = ppo.Task({"height": (), "velocity": (2,)}, np.float32([-2]), np.float32([4]))
     state = ppo.make_state(dataclasses.replace(ARGS, norm_reward=False), sizes)
