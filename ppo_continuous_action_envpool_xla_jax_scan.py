@@ -29,7 +29,6 @@ Shapes: T num_steps, N num_envs, B = T * N, M minibatch, O observation size, A a
 import argparse
 import ast
 import collections
-import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -41,7 +40,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import multiprocessing
 import os
 import platform
 import re
@@ -929,11 +927,12 @@ def load_model(path: str) -> Model:
     try:
         record = serialization.msgpack_restore(content)
         version, digest, payload = record["format"], record["sha256"], record["payload"]
+        found_digest = hashlib.sha256(payload).hexdigest()
     except Exception:  # whatever a file that is none of ours makes of msgpack
         raise BadInput(f"{path}: not a model file, or not all of one; a .cleanrl_model of this script is needed") from None
     if version != FORMAT:
-        raise BadInput(f"{path}: a model file of format {version}; this script reads format {FORMAT}")
-    if hashlib.sha256(payload).hexdigest() != digest:
+        raise BadInput(f"{path}: a model file of format {version!r}; this script reads format {FORMAT}")
+    if found_digest != digest:
         raise BadInput(f"{path}: damaged, its checksum does not match; an earlier copy is needed")
     try:
         saved = serialization.msgpack_restore(payload)
@@ -1051,43 +1050,51 @@ def make_film_path(model: Model, run_name: str) -> str:
 def film(path: str, args: Args, seed: int, actions: list[np.ndarray]) -> None:
     """Have an episode acted out again and filmed, or say why not: a film is worth no run.
 
-    In a process of its own, because MuJoCo ends the process that it finds no OpenGL in.
+    In a process of its own, because MuJoCo ends the process that it finds no OpenGL in; in a session of its own, because
+    Ctrl-C is for the training.
     """
+    folder, name = os.path.split(os.path.abspath(__file__))
+    code = "import importlib, json, sys; sys.path.insert(0, sys.argv[1]); module = importlib.import_module(sys.argv[2]); "
+    command = [sys.executable, "-c", code + "module.act_out(*json.load(sys.stdin))", folder, name[: -len(".py")]]
+    partial = path + ".tmp.mp4"
+    episode = json.dumps([os.path.abspath(partial), args.env_id, args.env_kwargs, seed, np.array(actions).tolist()])
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            process.submit(act_out, os.path.abspath(path), args.env_id, args.env_options, seed, actions).result()
+        ended = subprocess.run(command, input=episode, capture_output=True, text=True, start_new_session=True)
+        if ended.returncode:
+            last_words = ended.stderr.strip().splitlines()[-1:] or [f"its process ended with {ended.returncode}"]
+            hint = "; on Debian, OpenGL comes with: apt install libegl-mesa0 libgl1-mesa-dri"
+            raise OSError(last_words[0] + (hint if "GL" in last_words[0] else ""))
+        os.replace(partial, path)
         print(f"filmed: {path}")
-    except RuntimeError as error:  # EnvPool's of OpenGL, or the end of the process
-        hint = "on Debian, OpenGL comes with: apt install libegl-mesa0 libgl1-mesa-dri"
-        print(f"{path}: not filmed: {first_line(error)}; {hint}", file=sys.stderr)
-    except Exception as error:
-        print(f"{path}: not filmed: {first_line(error)}", file=sys.stderr)
+    except OSError as error:
+        print(f"{path}: not filmed: {error}", file=sys.stderr)
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(partial)
 
 
-def act_out(path: str, env_id: str, options: dict[str, Any], seed: int, actions: list[np.ndarray]) -> None:
+def act_out(path: str, env_id: str, env_kwargs: list[str], seed: int, actions: list[list[float]]) -> None:
     """Act an episode out again before EnvPool's camera and write the film, a frame a step."""
     import envpool
     import imageio
+    import imageio_ffmpeg
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process decides
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     os.chdir(tempfile.gettempdir())  # where MuJoCo leaves its log
     # MuJoCo looks for OpenGL among the libraries that all can see. It must find the one that EnvPool draws with, its own.
     for library in glob.glob(os.path.join(os.path.dirname(envpool.__file__) + ".libs", "libEGL*")):
         ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
-    pool = envpool.make(env_id, env_type="gymnasium", num_envs=1, env_seed=[seed], render_mode="rgb_array", **options)
+    options = Args(env_kwargs=tuple(env_kwargs)).env_options | {"num_envs": 1, "env_seed": [seed], "render_mode": "rgb_array"}
+    pool = envpool.make(env_id, env_type="gymnasium", **options)
     pool.reset()
-    partial = path + ".tmp.mp4"
-    try:
-        with imageio.get_writer(partial, fps=frame_rate(pool.spec.config, env_id), macro_block_size=2) as writer:
-            for action in actions:
-                pool.step(action[None])
-                writer.append_data(pool.render()[0])
-        os.replace(partial, path)
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(partial)
+    with imageio.get_writer(path, fps=frame_rate(pool.spec.config, env_id), macro_block_size=2) as writer:
+        for action in np.array(actions, pool.action_space.dtype):
+            pool.step(action[None])
+            writer.append_data(pool.render()[0])
+    with contextlib.suppress(RuntimeError):  # of a film that cannot be read
+        if imageio_ffmpeg.count_frames_and_secs(path)[0] == len(actions):
+            return
+    raise OSError("the film is not whole; is the disk full?")  # ffmpeg keeps quiet about it
 
 
 def frame_rate(config, env_id: str) -> float:
@@ -1455,7 +1462,9 @@ def parse_args(argv: list[str] | None) -> Args:
     if not (known.resume or known.evaluate):
         return tyro.cli(Args, args=argv)
     model = load_model(known.resume or known.evaluate)
-    args = tyro.cli(Args, args=argv, default=dataclasses.replace(model.args, resume=None, evaluate=None))
+    films = model.args.capture_video and not known.evaluate
+    defaults = dataclasses.replace(model.args, resume=None, evaluate=None, capture_video=films)
+    args = tyro.cli(Args, args=argv, default=defaults)
     check_resumed(args, model)
     return args
 
@@ -1476,6 +1485,8 @@ def main(argv: list[str] | None = None) -> int:
     except (BadInput, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, BadInput) else 1
+    except KeyboardInterrupt:  # of an evaluation; training keeps its signals
+        return 130
     return 0 if summary["status"] == "finished" else 128 + signal.Signals[summary["reason"]]
 
 

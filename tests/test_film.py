@@ -3,13 +3,15 @@
 import importlib.util
 import itertools
 import json
+import subprocess
 
 import gymnasium
 import numpy as np
 import pytest
 
 import ppo_continuous_action_envpool_xla_jax_scan as ppo
-from runs import TINY, read_scalars, read_summary, run, run_directories
+from conftest import ROOT
+from runs import TINY, command, read_scalars, read_summary, run, run_directories
 
 FILMED = [*TINY, *"--capture-video --env-kwargs max_episode_steps=50 --eval-episodes 2".split()]
 
@@ -34,7 +36,16 @@ def test_an_evaluation_is_filmed_step_by_step_at_the_tasks_pace_and_tracked(tmp_
     assert all(frame.std() > 10 for frame in frames)  # none is blank
     assert all((a != b).any() for a, b in itertools.pairwise(frames))
     (tracked,) = tmp_path.glob("wandb/offline-run-*/files/media/videos/*.mp4")
-    assert tracked.read_bytes() == path.read_bytes()
+    film = path.read_bytes()
+    assert tracked.read_bytes() == film
+
+    (model,) = tmp_path.glob("runs/*/*.cleanrl_model")
+    small_files = ["bash", "-c", 'ulimit -f 8; exec "$@"', "bash"]  # of 8 kB; ffmpeg keeps quiet about it
+    evaluation = [*small_files, *command("--evaluate", str(model), "--capture-video")]
+    ended = subprocess.run(evaluation, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0 and json.loads(ended.stdout.splitlines()[-1])["episodes"] == 2
+    assert "not filmed: OSError: the film is not whole" in ended.stderr and "GL" not in ended.stderr
+    assert list(path.parent.iterdir()) == [path] and path.read_bytes() == film
 
 
 def test_without_opengl_a_run_finishes_and_one_line_names_the_package(tmp_path):
@@ -50,6 +61,32 @@ def test_without_opengl_a_run_finishes_and_one_line_names_the_package(tmp_path):
     evaluated = run(tmp_path, "--evaluate", str(model), "--capture-video")
     assert evaluated.returncode == 0 and "not filmed: " in evaluated.stderr and len(evaluated.stderr.splitlines()) == 1
     assert json.loads(evaluated.stdout.splitlines()[-1])["episodes"] == 2
+
+
+def test_a_program_without_a_guard_is_not_run_again_by_its_film(tmp_path):
+    program = tmp_path / "program.py"
+    arguments = "num_envs=4, num_steps=16, num_minibatches=4, total_timesteps=64, eval_episodes=1, capture_video=True"
+    program.write_text(f"import {ppo.__name__} as ppo\nppo.train(ppo.Args({arguments}, env_id='Hopper-v4'))")
+    ended = run(tmp_path, script=program, PYTHONPATH=str(ROOT))
+    assert ended.returncode == 0 and len(run_directories(tmp_path)) == 1
+    assert "libegl-mesa0" in ended.stderr or list(tmp_path.glob("videos/*/step-64.mp4"))
+
+
+def test_a_film_that_is_not_whole_or_whose_process_is_killed_leaves_one_line_and_no_file(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    path = "videos/run/step-1.mp4"
+
+    def film(stderr, status):
+        ended = subprocess.CompletedProcess([], status, "", stderr)
+        (tmp_path / "videos/run").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{path}.tmp.mp4").write_text("half")
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+        ppo.film(path, ppo.Args(), 1, [np.zeros(6, np.float32)])
+        assert not list((tmp_path / "videos/run").iterdir())
+        return capfd.readouterr().err
+
+    assert film("Traceback\nOSError: is the disk full?\n", 1) == f"{path}: not filmed: OSError: is the disk full?\n"
+    assert film("", -9) == f"{path}: not filmed: its process ended with -9\n"
 
 
 def test_films_need_imageio_and_say_so_before_anything_is_written(tmp_path, monkeypatch):

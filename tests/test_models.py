@@ -149,6 +149,13 @@ def test_a_file_that_is_no_sound_model_is_refused_in_one_line(fault, saved, tmp_
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_file_whose_payload_is_no_bytes_is_refused(tmp_path):
+    path = tmp_path / "model"
+    path.write_bytes(serialization.msgpack_serialize({"format": 1, "sha256": "", "payload": 5}))
+    with pytest.raises(ppo.BadInput, match="not a model file"):
+        ppo.load_model(str(path))
+
+
 @pytest.mark.parametrize("flag", ["--evaluate", "--resume"])
 def test_a_bad_file_ends_the_command_with_status_two(flag, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
@@ -160,6 +167,21 @@ def test_a_bad_file_ends_the_command_with_status_two(flag, tmp_path, monkeypatch
 def test_resume_and_evaluate_exclude_each_other():
     with pytest.raises(ppo.BadInput, match="only one of them"):
         ppo.Args(resume="a", evaluate="b")
+
+
+def test_evaluating_films_only_when_asked_and_ends_by_ctrl_c_with_its_status(saved, tmp_path, monkeypatch):
+    path = str(tmp_path / "model")
+    args, sizes, state = ppo.load_model(saved[0])
+    ppo.save_model(path, ppo.Model(dataclasses.replace(args, capture_video=True), sizes, state))
+    assert not ppo.parse_args(["--evaluate", path]).capture_video
+    assert ppo.parse_args(["--evaluate", path, "--capture-video"]).capture_video
+    assert ppo.parse_args(["--resume", path, "--total-timesteps", "2000"]).capture_video
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ppo, "evaluate", interrupt)
+    assert ppo.main(["--evaluate", path]) == 130
 
 
 def test_a_resumed_run_keeps_its_arguments_and_takes_new_limits(saved):
