@@ -216,6 +216,15 @@ def test_after_ctrl_c_the_same_command_goes_on_without_duplicates(stand_in):
     assert len(directories(stand_in[1])) == 4 and finished in directories(stand_in[1])
 
 
+def test_runs_whose_worker_is_killed_do_not_count_as_finished(stand_in):
+    sweep = start(*stand_in, "--env-ids", "Waits-v4", "--num-seeds", "2", "--workers", "1")
+    wait_for(lambda: directories(stand_in[1]))
+    subprocess.run(["pkill", "-KILL", "-s", str(sweep.pid), "-f", "^bash -c run_one"], check=True)
+    _, err = sweep.communicate(timeout=60)
+    (stand_in[1] / "go").touch()  # for the run that lost its worker
+    assert sweep.returncode == 1 and "2 runs not finished, since a worker was killed" in err
+
+
 def test_a_killed_sweep_leaves_no_duplicate_either(stand_in):
     flags = ["--env-ids", "Waits-v4", "--num-seeds", "2", "--workers", "1"]
     killed = start(*stand_in, *flags)
