@@ -1066,9 +1066,10 @@ def film(path: str, args: Args, seed: int, actions: list[np.ndarray]) -> None:
             hint = "; on Debian, OpenGL comes with: apt install libegl-mesa0 libgl1-mesa-dri"
             raise OSError(last_words[0] + (hint if "GL" in last_words[0] else ""))
         os.replace(partial, path)
-        print(f"filmed: {path}")
     except OSError as error:
         print(f"{path}: not filmed: {error}", file=sys.stderr)
+    else:
+        print(f"filmed: {path}")
     finally:
         with contextlib.suppress(OSError):
             os.remove(partial)
