@@ -989,9 +989,9 @@ def choose_actions(state: RunState, deterministic: bool) -> tuple[RunState, jax.
 
 
 @jax.jit
-def receive_step(state: RunState, step: Step) -> tuple[RunState, Step]:
-    """Pass on what the environments answered."""
-    wrappers, step = fold(state.wrappers, "recv", step)
+def receive_step(state: RunState, answer) -> tuple[RunState, Step]:
+    """Pass on what a pool's `step` answered."""
+    wrappers, step = fold(state.wrappers, "recv", make_step(*answer))
     return state.replace(wrappers=wrappers, obs=step.obs), step
 
 
@@ -1016,7 +1016,7 @@ def evaluate(model: Model, episodes: int, deterministic: bool, film_path: str | 
         action = np.asarray(action, pool.action_space.dtype)
         if not finished[0]:
             filmed.append(action[0])
-        state, step = receive_step(state, make_step(*pool.step(action)))
+        state, step = receive_step(state, pool.step(action))
         ended, returns, lengths = jax.device_get(
             (step.terminated | step.truncated, step.info["episode_return"], step.info["episode_length"])
         )
