@@ -241,6 +241,27 @@ def test_sampled_actions_score_differently_and_flags_change_the_evaluation(train
     assert ppo.evaluate(model, 6, True) == mean
 
 
+def test_an_evaluation_is_the_policy_stepped_by_hand_for_the_first_episodes_of_each_environment():
+    args, rng = ppo.Args(env_id="Hopper-v4", num_envs=4), np.random.default_rng(1)
+    pool = ppo.make_pool("Hopper-v4", 4, ppo.environment_seeds(4, args.seed, 1, 0))
+    state = ppo.make_state(args, task := ppo.make_task(pool))
+    params = jax.tree.map(
+        lambda p: p + np.float32(rng.normal(0, 0.3, p.shape)), state.agent.params
+    )
+    state = state.replace(agent=state.agent.replace(params=params))
+    policy = ppo.Policy(task, state.agent, ppo.freeze(state.wrappers))
+    (obs, _), running, returns = pool.reset(), np.zeros(4), [[] for _ in range(4)]
+    while min(map(len, returns)) < 4:
+        obs, reward, terminated, truncated, info = pool.step(policy(obs).astype(np.float64))
+        running = np.where(info["elapsed_step"] == 0, 0, running + reward)
+        for i in np.flatnonzero(terminated | truncated):
+            returns[i].append(running[i])
+    assert max(map(len, returns)) > 4  # one environment was faster than another
+    expected = [of_env[:4] for of_env in returns]
+    found = ppo.evaluate(ppo.Model(args, task, state), 16, True)
+    np.testing.assert_allclose([found["mean"], found["std"]], [np.mean(expected), np.std(expected)], rtol=1e-4)
+
+
 def test_evaluation_moves_neither_statistics_nor_parameters(trained):
     before, after = (ppo.load_model(trained[1]) for _ in range(2))
     ppo.evaluate(after, 2, True)

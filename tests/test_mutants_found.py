@@ -63,11 +63,17 @@ def test_a_batch_that_does_not_fit_into_total_timesteps_is_not_begun():
     assert ppo.Args(num_envs=4, num_steps=4, num_minibatches=1, total_timesteps=47).num_iterations == 2
 
 
-def test_sps_counts_neither_the_first_iteration_nor_the_time_it_compiles(tmp_path, monkeypatch):
+def test_sps_counts_neither_the_first_iteration_nor_the_time_it_compiles_nor_evaluations(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = ppo.Args(num_envs=4, num_steps=4, num_minibatches=1, total_timesteps=64)
     clock = types.SimpleNamespace(now=1000.0)
     monkeypatch.setattr(ppo.time, "time", lambda: clock.now)
+
+    def evaluate(*_):
+        clock.now += 50.0
+        return {"mean": 1.0}
+
+    monkeypatch.setattr(ppo, "evaluate", evaluate)
     none = np.zeros((4, 4))
     report = ppo.Report({"losses/loss": np.float32(0)}, {}, {}, none.astype(bool), none)
     with ppo.RunLog(args, ppo.make_run_directory(args), ppo.StopSignal()) as log:
@@ -75,5 +81,6 @@ def test_sps_counts_neither_the_first_iteration_nor_the_time_it_compiles(tmp_pat
         for seconds in (100.0, 2.0, 6.0):  # the first compiles
             clock.now += seconds
             log.record(report)
+            log.evaluate(None)
     assert log.sps == log.summary["SPS"] == 2 * 16 / 8
     assert log.global_step == 48

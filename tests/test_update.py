@@ -258,6 +258,13 @@ def test_faults_name_what_is_not_finite():
     assert ppo.train_iteration(broken, env, args)[1].faults["observation"]
 
 
+def test_the_logged_action_std_is_the_policys_mean_deviation():
+    env, state = start(args := ppo.Args(**SMALL))
+    state, report = ppo.train_iteration(state, env, args)
+    log_std = np.asarray(state.agent.params["params"]["actor"]["log_std"])
+    np.testing.assert_allclose(report.metrics["charts/action_std"], np.exp(log_std).mean(), rtol=1e-6)
+
+
 def test_episode_means_are_of_finished_episodes_and_nan_of_none():
     args = ppo.Args(**SMALL)
     _, reports = train_fake(args, lambda t, c: c[:, None], lambda t, c, a: jnp.ones_like(c), 5, False)

@@ -7,7 +7,7 @@
 A patch begins with what is wrong in it and the test file that runs first; then follows the difference.
 """
 
-import concurrent.futures
+import os
 import re
 import shutil
 import subprocess
@@ -32,6 +32,23 @@ SUBSET = """
     test_reference.py::test_float64_equals_the_recomputed_iteration
     test_reference.py::test_float32_equals_the_recomputed_iteration[hopper-target_kl]
     test_reference.py::test_float32_equals_the_recomputed_iteration[cheetah-defaults]
+    test_models.py::test_every_array_survives_the_file_with_its_dtype
+    test_models.py::test_ten_iterations_saved_loaded_and_ten_more_equal_twenty
+    test_models.py::test_a_file_that_is_no_sound_model_is_refused_in_one_line
+    test_models.py::test_resume_goes_on_in_the_same_directory_with_the_saved_arguments
+    test_models.py::test_resumed_runs_meet_fresh_environments
+    test_models.py::test_evaluation_in_a_fresh_process_repeats_the_one_after_training
+    test_models.py::test_an_evaluation_is_the_policy_stepped_by_hand_for_the_first_episodes_of_each_environment
+    test_models.py::test_sampled_actions_score_differently_and_flags_change_the_evaluation
+    test_models.py::test_evaluation_moves_neither_statistics_nor_parameters
+    test_models.py::test_write_atomically_keeps_the_old_file_when_writing_fails
+    test_models.py::test_is_due_at_the_end_and_every_so_many_iterations
+    test_models.py::test_load_agent_acts_on_one_or_many_in_the_tasks_bounds_without_envpool
+    test_models.py::test_policy_takes_dicts_and_maps_to_the_bounds
+    test_update.py::test_the_logged_action_std_is_the_policys_mean_deviation
+    test_update.py::test_episode_means_are_of_finished_episodes_and_nan_of_none
+    test_update.py::test_success_rate_is_the_share_of_finished_episodes_whose_last_step_succeeded
+    test_run.py::test_faults_end_the_run_by_name_after_logging_it
     test_update.py::test_rollout_rows_line_up_with_the_environments_answers
     test_update.py::test_every_float_of_the_state_is_float32_but_the_running_statistics
     test_update.py::test_target_kl_stops_the_rest_of_the_iteration_but_annealing_goes_on
@@ -63,8 +80,10 @@ def main(words: list[str]) -> int:
     names = sorted(path.name for path in HERE.glob("*.patch") if not words or any(word in path.name for word in words))
     print("| mutant | what is wrong | caught by | s |\n|-|-|-|-|", flush=True)
     missed = 0
-    with concurrent.futures.ThreadPoolExecutor(2) as executor:
-        for name, what, caught, seconds in executor.map(try_mutant, names or words):
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    with tempfile.TemporaryDirectory() as compiled:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled  # what a mutant leaves as it is compiles once
+        for name, what, caught, seconds in map(try_mutant, names or words):
             missed += caught.startswith("**")
             print(f"| {name.removesuffix('.patch')} | {what} | {caught} | {seconds:.0f} |", flush=True)
     print(f"\n{len(names)} mutants, {missed} not caught")
