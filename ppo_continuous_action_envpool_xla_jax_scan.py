@@ -471,7 +471,7 @@ def check_task(env_id: str, options: dict[str, Any]) -> None:
     action = spec.action_space
     if not (hasattr(action, "low") and np.issubdtype(action.dtype, np.floating) and len(action.shape) == 1):
         raise BadInput(f"env_id={env_id}: its actions are {action}; a vector of continuous actions is needed")
-    if not np.isfinite([action.low, action.high]).all():
+    if not (np.abs([action.low, action.high]) < 1e10).all():  # MuJoCo's infinity
         raise BadInput(f"env_id={env_id}: its actions are {action}; finite bounds are needed")
     for space in obs_spaces(spec.observation_space).values():
         if not (hasattr(space, "low") and np.issubdtype(space.dtype, np.floating) and len(space.shape) <= 2):
@@ -1009,6 +1009,7 @@ def evaluate(model: Model, episodes: int, deterministic: bool, film_path: str | 
         raise BadInput(f"env_id={args.env_id}: its sizes here are not those that the model was trained with")
     wrappers, obs = fold(freeze(state.wrappers), "reset", jax.tree.map(to_float32, pool.reset()[0]))
     state = state.replace(handle=None, wrappers=wrappers, obs=obs)
+    limit = pool.config.get("max_episode_steps") or math.inf  # which some tasks forget, such as LaneKeeping-v0
     finished = [[] for _ in range(num_envs)]  # (return, length) of each environment's first episodes
     filmed = []  # actions [A] of the first episode
     while any(len(of_env) < episodes // num_envs for of_env in finished):
@@ -1020,7 +1021,7 @@ def evaluate(model: Model, episodes: int, deterministic: bool, film_path: str | 
         ended, returns, lengths = jax.device_get(
             (step.terminated | step.truncated, step.info["episode_return"], step.info["episode_length"])
         )
-        for i in np.flatnonzero(ended):
+        for i in np.flatnonzero(ended | (lengths >= limit)):
             finished[i].append((float(returns[i]), int(lengths[i])))
     if film_path:
         film(film_path, args, seeds[0], filmed)
@@ -1069,7 +1070,7 @@ def film(path: str, args: Args, seed: int, actions: list[np.ndarray]) -> None:
     except OSError as error:
         print(f"{path}: not filmed: {error}", file=sys.stderr)
     else:
-        print(f"filmed: {path}")
+        say(f"filmed: {path}")
     finally:
         with contextlib.suppress(OSError):
             os.remove(partial)
@@ -1154,6 +1155,7 @@ class StopSignal:
 
     def __init__(self):
         self.received: signal.Signals | None = None
+        self.interrupts = False  # raise KeyboardInterrupt as well: an evaluation may have no end
         self.previous = {}
 
     def __enter__(self):
@@ -1165,9 +1167,12 @@ class StopSignal:
         self.received = signal.Signals(number)
         for number in self.previous:
             signal.signal(number, signal.SIG_DFL)
-        if sys.stdout and sys.stdout.isatty():
-            os.write(1, b"\x1b[?25h")  # the cursor, which the progress bar hides and a second signal would not bring back
-        os.write(2, f"\n{self.received.name}: this iteration is the last; once more ends at once\n".encode())
+        with contextlib.suppress(OSError):  # Ctrl-C ends who reads our output, such as `tee`, too
+            if sys.stdout and sys.stdout.isatty():
+                os.write(1, b"\x1b[?25h")  # the cursor, which the progress bar hides and a second signal would not bring back
+            os.write(2, f"\n{self.received.name}: this iteration is the last; once more ends at once\n".encode())
+        if self.interrupts:
+            raise KeyboardInterrupt
 
     def __exit__(self, *exception):
         for number, handler in self.previous.items():
@@ -1202,6 +1207,14 @@ def make_run_directory(args: Args) -> str:
             raise BadInput(f"runs/{run_name}: cannot be made here ({error.strerror})") from None
 
 
+def say(line: str) -> None:
+    """Print a line. If no one reads on, as after `| head -1`, or the disk is full, it is lost, and so are all later ones."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def versions() -> dict[str, str]:
     packages = ("jax", "jaxlib", "flax", "optax", "envpool", "numpy")
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
@@ -1219,11 +1232,13 @@ def git_commit() -> str | None:
 def start_wandb(args: Args, run_name: str):
     """Track a run, new or resumed. What TensorBoard's writer gets from now on is mirrored.
 
-    W&B saves the code too, where the script lies below the working directory.
+    W&B saves the code too, where the script lies below the working directory. Should it become unreachable, it says so, and
+    a run that ends waits ten minutes for it, or as WANDB_FINISH_TIMEOUT says; by itself it would wait without end.
     """
     import wandb
 
     return wandb.init(
+        settings=wandb.Settings(finish_timeout=wandb.setup().settings.finish_timeout or 600),
         project=args.wandb_project_name,
         entity=args.wandb_entity,
         name=run_name,
@@ -1283,6 +1298,8 @@ class RunLog:
         self.last_returns = collections.deque(maxlen=100)
         self.evaluation: dict[str, Any] | None = None  # the last one
         self.summary: dict[str, Any] = {}
+        self.not_saved: dict[str, str] = {}  # path -> why
+        self.events = os.path.join(directory, "events.out.tfevents.*")
         self.commit, self.wandb_run, self.writer = git_commit(), None, None
         console = Console()
         columns = ("{task.percentage:3.0f}%", BarColumn(), "{task.description}", TimeRemainingColumn())
@@ -1290,7 +1307,13 @@ class RunLog:
         self.task = self.progress.add_task("compiling", total=args.num_iterations)
 
     def __enter__(self):
+        self.report_thread, threading.excepthook = threading.excepthook, self.hush_thread
         return self
+
+    def hush_thread(self, fault) -> None:
+        """What TensorBoard's thread cannot write, the next call to TensorBoard raises."""
+        if not isinstance(fault.exc_value, OSError):
+            self.report_thread(fault)
 
     def start(self) -> None:
         """Open the writers and say what runs. Inside `with`, so that a fault here leaves a summary too."""
@@ -1298,8 +1321,8 @@ class RunLog:
         self.writer = make_writer(self.directory)
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
         threads = self.args.num_threads or min(self.args.num_envs, os.cpu_count())
-        print(self.run_name)
-        print(f"{packages}; {jax.default_backend()}, {os.cpu_count()} cores, {threads} EnvPool threads", flush=True)
+        say(self.run_name)
+        say(f"{packages}; {jax.default_backend()}, {os.cpu_count()} cores, {threads} EnvPool threads")
         write_table(self.writer, "hyperparameters", dataclasses.asdict(self.args))
         self.progress.start()
 
@@ -1329,7 +1352,7 @@ class RunLog:
             metrics["charts/SPS_update"] = self.args.batch_size / (now - self.last_end)
             self.last_end = now
             metrics["charts/SPS"] = self.sps
-        write_scalars(self.writer, metrics, self.global_step)
+        self.write(metrics)
         faults = [name for name, fault in report.faults.items() if fault]
         if faults:
             raise FloatingPointError(f"iteration {self.iteration}: not finite: {', '.join(faults)}")
@@ -1339,33 +1362,54 @@ class RunLog:
         before, after = (20 * i // self.args.num_iterations for i in (self.iteration - 1, self.iteration))
         is_first = self.iteration == self.first_iteration + 1
         if self.progress.disable and (is_first or after > before):  # about twenty lines where output is piped
-            print(status, flush=True)
+            say(status)
 
     def save(self, model: Model) -> None:
-        """Save an agent. A disk that is full costs the run nothing but this."""
+        """Save an agent."""
+        self.attempt(self.model_path, save_model, self.model_path, model)
+
+    def write(self, metrics: dict[str, float]) -> None:
+        """Write scalars to TensorBoard."""
+        self.attempt(self.events, write_scalars, self.writer, metrics, self.global_step)
+
+    def attempt(self, what: str, action: Callable[..., None], *args) -> None:
+        """Do what a full disk may refuse. This costs the run nothing but what it was to save, one line and the exit status."""
         try:
-            save_model(self.model_path, model)
+            action(*args)
+            self.not_saved.pop(what, None)
         except OSError as error:
-            warnings.warn(f"{self.model_path}: not saved ({error.strerror}); training goes on", stacklevel=1)
+            if what not in self.not_saved:
+                going_on = "" if self.summary else "; training goes on"
+                warnings.warn(f"{what}: not saved ({error.strerror or error}){going_on}", stacklevel=1)
+            self.not_saved[what] = error.strerror or str(error)
+            error.__traceback__ = None  # it would grow: TensorBoard raises the same one again and again
 
     def evaluate(self, model: Model) -> None:
         """Evaluate an agent, log its mean return, and leave the time that it took out of SPS."""
         start = time.time()
         film_path = make_film_path(model, self.run_name) if self.args.capture_video else None
-        self.evaluation = evaluate(model, self.args.eval_episodes, self.args.eval_deterministic, film_path)
-        write_scalars(self.writer, {"eval/episodic_return": self.evaluation["mean"]}, self.global_step)
+        try:
+            self.stop.interrupts = True
+            self.evaluation = evaluate(model, self.args.eval_episodes, self.args.eval_deterministic, film_path)
+            self.stop.interrupts = False
+        except KeyboardInterrupt:  # which it noted
+            return
+        self.write({"eval/episodic_return": self.evaluation["mean"]})
         if self.wandb_run and film_path and os.path.exists(film_path):
-            log_film(self.wandb_run, film_path)
+            self.attempt(f"{film_path} at W&B", log_film, self.wandb_run, film_path)
         elapsed = time.time() - start
         self.first_end, self.last_end = self.first_end + elapsed, self.last_end + elapsed
 
     def __exit__(self, exception_type, exception, traceback):
-        self.progress.stop()
+        with contextlib.suppress(OSError):  # of a terminal that is gone
+            self.progress.stop()
+        if self.writer:
+            self.attempt(self.events, self.writer.flush)
+            self.writer.close()
         status = "failed" if exception else "finished" if self.iteration == self.args.num_iterations else "stopped"
-        reasons = {"failed": repr(exception), "finished": None, "stopped": getattr(self.stop.received, "name", None)}
         self.summary |= {
             "status": status,
-            "reason": reasons[status],
+            "reason": repr(exception) if exception else getattr(self.stop.received, "name", None),
             "run_name": self.run_name,
             "args": dataclasses.asdict(self.args),
             "command": shlex.join(sys.argv),
@@ -1376,21 +1420,19 @@ class RunLog:
             "mean_return": self.mean_return,  # of the last finished episodes, at most 100:
             "num_returns": len(self.last_returns),
             "evaluation": self.evaluation,
+            "not_saved": self.not_saved,
             "wall_time": time.time() - self.start_time,
             "SPS": self.sps,
         }
-        try:
-            write_atomically(os.path.join(self.directory, "summary.json"), json.dumps(self.summary, indent=2).encode())
-        finally:
-            if self.writer:
-                self.writer.close()
-            if self.wandb_run:
-                self.wandb_run.finish(exit_code=int(exception is not None))
+        path = os.path.join(self.directory, "summary.json")
+        self.attempt(path, write_atomically, path, json.dumps(self.summary, indent=2).encode())
+        if self.wandb_run:
+            self.attempt("W&B's record", self.wandb_run.finish, int(exception is not None))
+        threading.excepthook = self.report_thread
         if not exception:
-            print(
+            say(
                 f"{status}: return {show(self.mean_return, '.1f')} over the last {len(self.last_returns)} episodes, "
-                f"{self.summary['wall_time']:.0f} s, {show(self.sps, ',.0f')} SPS",
-                flush=True,
+                f"{self.summary['wall_time']:.0f} s, {show(self.sps, ',.0f')} SPS"
             )
 
 
@@ -1437,7 +1479,7 @@ def train(args: Args) -> dict[str, Any]:
             task, obs = make_task(pool), jax.tree.map(to_float32, pool.reset()[0])
             state = make_state(args, task, handle, obs)
             if model:
-                print(f"resumed at step {log.global_step:,}; EnvPool cannot save simulators, so episodes start anew")
+                say(f"resumed at step {log.global_step:,}; EnvPool cannot save simulators, so episodes start anew")
                 wrappers, obs = fold(model.state.wrappers, "reset", obs)
                 state = model.state.replace(handle=handle, wrappers=wrappers, obs=obs)
             while log.iteration < args.num_iterations and not stop.received:
@@ -1488,7 +1530,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2 if isinstance(error, BadInput) else 1
     except KeyboardInterrupt:  # of an evaluation; training keeps its signals
         return 130
-    return 0 if summary["status"] == "finished" else 128 + signal.Signals[summary["reason"]]
+    return 128 + signal.Signals[summary["reason"]] if summary["reason"] else int(bool(summary["not_saved"]))
 
 
 if __name__ == "__main__":

@@ -146,6 +146,7 @@ def test_env_kwargs_are_literals_or_else_strings():
         ("CartPole-v1", {}, "Discrete(2); a vector of continuous actions"),
         ("RubiksCube-v0", {}, "int32); a vector of continuous actions"),
         ("CarRacing-v3", {}, "(96, 96, 3)"),
+        ("LqrLqr21-v1", {}, "finite bounds are needed"),  # +-1e10 is what MuJoCo calls unbounded
         ("FrankaKitchen-v1", {}, "one dict of them"),
         ("HalfCheetah-v4", {"colour": 1}, "env_kwargs=colour: no option of HalfCheetah-v4; it takes"),
         ("HalfCheetah-v4", {"num_envs": 1}, "env_kwargs=num_envs: no option"),

@@ -262,6 +262,12 @@ def test_an_evaluation_is_the_policy_stepped_by_hand_for_the_first_episodes_of_e
     np.testing.assert_allclose([found["mean"], found["std"]], [np.mean(expected), np.std(expected)], rtol=1e-4)
 
 
+def test_an_episode_that_its_task_never_ends_counts_as_far_as_the_limit():
+    args = ppo.Args(env_id="LaneKeeping-v0", num_envs=2)  # EnvPool's: 200 steps an episode, but it goes on
+    task = ppo.make_task(ppo.make_pool(args.env_id, 2, [1, 2]))
+    assert ppo.evaluate(ppo.Model(args, task, ppo.make_state(args, task)), 2, True)["length"] == 200
+
+
 def test_evaluation_moves_neither_statistics_nor_parameters(trained):
     before, after = (ppo.load_model(trained[1]) for _ in range(2))
     ppo.evaluate(after, 2, True)
