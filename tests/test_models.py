@@ -245,9 +245,7 @@ def test_an_evaluation_is_the_policy_stepped_by_hand_for_the_first_episodes_of_e
     args, rng = ppo.Args(env_id="Hopper-v4", num_envs=4), np.random.default_rng(1)
     pool = ppo.make_pool("Hopper-v4", 4, ppo.environment_seeds(4, args.seed, 1, 0))
     state = ppo.make_state(args, task := ppo.make_task(pool))
-    params = jax.tree.map(
-        lambda p: p + np.float32(rng.normal(0, 0.3, p.shape)), state.agent.params
-    )
+    params = jax.tree.map(lambda p: p + np.float32(rng.normal(0, 0.3, p.shape)), state.agent.params)
     state = state.replace(agent=state.agent.replace(params=params))
     policy = ppo.Policy(task, state.agent, ppo.freeze(state.wrappers))
     (obs, _), running, returns = pool.reset(), np.zeros(4), [[] for _ in range(4)]
