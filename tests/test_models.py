@@ -241,9 +241,9 @@ def test_sampled_actions_score_differently_and_flags_change_the_evaluation(train
     assert ppo.evaluate(model, 6, True) == mean
 
 
-def test_an_evaluation_is_the_policy_stepped_by_hand_for_the_first_episodes_of_each_environment():
+def test_an_evaluation_is_the_policy_stepped_by_hand_for_the_first_episodes_of_each_environment(monkeypatch):
     args, rng = ppo.Args(env_id="Hopper-v4", num_envs=4), np.random.default_rng(1)
-    pool = ppo.make_pool("Hopper-v4", 4, ppo.environment_seeds(4, args.seed, 1, 0))
+    pool = ppo.make_pool("Hopper-v4", 4, seeds := ppo.environment_seeds(4, args.seed, 1, 0))
     state = ppo.make_state(args, task := ppo.make_task(pool))
     params = jax.tree.map(lambda p: p + np.float32(rng.normal(0, 0.3, p.shape)), state.agent.params)
     state = state.replace(agent=state.agent.replace(params=params))
@@ -253,11 +253,16 @@ def test_an_evaluation_is_the_policy_stepped_by_hand_for_the_first_episodes_of_e
         obs, reward, terminated, truncated, info = pool.step(policy(obs).astype(np.float64))
         running = np.where(info["elapsed_step"] == 0, 0, running + reward)
         for i in np.flatnonzero(terminated | truncated):
-            returns[i].append(running[i])
+            returns[i].append((running[i], info["elapsed_step"][i]))
     assert max(map(len, returns)) > 4  # one environment was faster than another
-    expected = [of_env[:4] for of_env in returns]
-    found = ppo.evaluate(ppo.Model(args, task, state), 16, True)
-    np.testing.assert_allclose([found["mean"], found["std"]], [np.mean(expected), np.std(expected)], rtol=1e-4)
+    expected, lengths = np.array([of_env[:4] for of_env in returns]).reshape(-1, 2).T
+    films = []
+    monkeypatch.setattr(ppo, "film", lambda *film: films.append(film))
+    found = ppo.evaluate(ppo.Model(args, task, state), 16, True, "path.mp4")
+    np.testing.assert_allclose([found["mean"], found["std"]], [expected.mean(), expected.std()], rtol=1e-4)
+    assert found["length"] == lengths.mean()
+    ((path, _, seed, actions),) = films  # the first episode of the first environment
+    assert (path, seed, len(actions)) == ("path.mp4", seeds[0], lengths[0])
 
 
 def test_an_episode_that_its_task_never_ends_counts_as_far_as_the_limit():

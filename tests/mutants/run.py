@@ -4,7 +4,7 @@
     python tests/mutants/run.py adam log_std     those whose names hold one of these
     python tests/mutants/run.py none             the script as it is: the subset passes, and this is what it takes
 
-A patch begins with what is wrong in it and the test file that runs first; then follows the difference.
+A patch begins with what is wrong in it and the tests that run first; then follows the difference.
 """
 
 import os
