@@ -341,6 +341,14 @@ def test_load_agent_acts_on_one_or_many_in_the_tasks_bounds_without_envpool(trai
     assert ended.returncode == 0, ended.stderr
 
 
+def test_a_loaded_policy_takes_the_mean_by_the_saved_statistics(trained):
+    state, obs = ppo.load_model(trained[1]).state, np.random.default_rng(0).normal(size=(5, 11))
+    mean, var = (np.asarray(x) for x in (state.wrappers[3].rms.mean, state.wrappers[3].rms.var))
+    normalized = np.float32(np.clip((obs - mean) / np.sqrt(var + 1e-8), -10, 10))
+    (action, _), _ = state.agent.network.apply(state.agent.params, normalized)
+    np.testing.assert_allclose(ppo.load_agent(trained[1])(obs), np.clip(action, -1, 1), atol=1e-5)
+
+
 def test_policy_refuses_observations_of_another_task_in_one_line(trained):
     policy = ppo.load_agent(trained[1])
     for obs in (np.zeros(17), np.zeros((2, 17)), np.zeros(()), {"a": np.zeros(11)}):

@@ -43,7 +43,7 @@ SUBSET = """
     test_models.py::test_evaluation_moves_neither_statistics_nor_parameters
     test_models.py::test_write_atomically_keeps_the_old_file_when_writing_fails
     test_models.py::test_is_due_at_the_end_and_every_so_many_iterations
-    test_models.py::test_load_agent_acts_on_one_or_many_in_the_tasks_bounds_without_envpool
+    test_models.py::test_a_loaded_policy_takes_the_mean_by_the_saved_statistics
     test_models.py::test_policy_takes_dicts_and_maps_to_the_bounds
     test_update.py::test_the_logged_action_std_is_the_policys_mean_deviation
     test_update.py::test_episode_means_are_of_finished_episodes_and_nan_of_none
