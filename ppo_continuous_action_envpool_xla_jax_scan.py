@@ -215,8 +215,12 @@ class Args:
             raise BadInput(
                 f"num_minibatches={self.num_minibatches}: must divide the batch, num_envs * num_steps = {self.batch_size}"
             )
-        if not self.exp_name.isprintable():
-            raise BadInput(f"exp_name={self.exp_name!r}: must be printable, for it names files")
+        for name in ("exp_name", "wandb_project_name", "wandb_entity"):
+            if not (getattr(self, name) or "").isprintable():
+                raise BadInput(f"{name}={getattr(self, name)!r}: must be printable")
+        for name in ("batch_size", "update_epochs"):
+            if getattr(self, name) >= 2**31:
+                raise BadInput(f"{name}={getattr(self, name)}: must be less than 2**31")
         if self.num_iterations >= 2**31:
             raise BadInput(f"total_timesteps={self.total_timesteps}: must be less than 2**31 batches of {self.batch_size}")
         if self.total_timesteps < self.batch_size:
@@ -483,7 +487,7 @@ def environment_seeds(num_envs: int, seed: int, stream: int, iteration: int) -> 
     return [int(s) >> 1 for s in np.random.SeedSequence((seed, stream, iteration)).generate_state(num_envs)]
 
 
-def make_pool(env_id: str, num_envs: int, env_seed: list[int], num_threads: int = 0, **options):
+def make_pool(env_id: str, num_envs: int, env_seed: list[int], num_threads: int = 0, /, **options):
     """An EnvPool of the task, with EnvPool's own `options` for it. Raises `BadInput` for what cannot be trained on."""
     import envpool
 
@@ -922,8 +926,8 @@ def load_model(path: str) -> Model:
     try:
         with open(path, "rb") as file:
             content = file.read()
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from None
     try:
         record = serialization.msgpack_restore(content)
         version, digest, payload = record["format"], record["sha256"], record["payload"]
@@ -1177,6 +1181,17 @@ class StopSignal:
     def __exit__(self, *exception):
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+
+
+def check_wandb_names(args: Args) -> None:
+    """Raise `BadInput` for a name that W&B refuses, online or offline."""
+    import wandb
+
+    try:
+        run_id = f"_{args.exp_name}_".replace("/", "-")
+        wandb.Settings(project=args.wandb_project_name, entity=args.wandb_entity, run_id=run_id)
+    except Exception as error:
+        raise BadInput(f"track=True: W&B refuses: {first_line(error)}") from None
 
 
 def check_wandb_login() -> None:
@@ -1462,6 +1477,7 @@ def train(args: Args) -> dict[str, Any]:
     os.environ.setdefault("NPROC", "1")  # the size of XLA's thread pool, read when JAX first uses the CPU
     jax.clear_caches()  # of an earlier run in this process, whose pool and threads they would keep
     if args.track:
+        check_wandb_names(args)
         check_wandb_login()
     if args.capture_video:
         check_camera()
@@ -1499,12 +1515,13 @@ def train(args: Args) -> dict[str, Any]:
 def parse_args(argv: list[str] | None) -> Args:
     """Read the command line. What it resumes or evaluates brings its own arguments, as the defaults."""
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    files.add_argument("--resume")
-    files.add_argument("--evaluate")
+    files.add_argument("--resume", nargs="?")  # tyro says what is missing
+    files.add_argument("--evaluate", nargs="?")
     known, _ = files.parse_known_args(argv)
-    if not (known.resume or known.evaluate):
+    path = known.evaluate if known.resume is None else known.resume
+    if path is None:
         return tyro.cli(Args, args=argv)
-    model = load_model(known.resume or known.evaluate)
+    model = load_model(path)
     films = model.args.capture_video and not known.evaluate
     defaults = dataclasses.replace(model.args, resume=None, evaluate=None, capture_video=films)
     args = tyro.cli(Args, args=argv, default=defaults)
@@ -1526,7 +1543,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         summary = train(args)
     except (BadInput, FloatingPointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", *str(error).splitlines(), file=sys.stderr)
         return 2 if isinstance(error, BadInput) else 1
     except KeyboardInterrupt:  # of an evaluation; training keeps its signals
         return 130

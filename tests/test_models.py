@@ -202,7 +202,10 @@ def test_resume_goes_on_in_the_same_directory_with_the_saved_arguments(trained, 
     subprocess.run(["cp", "-r", str(run_directories(folder)[0]), str(copy)], check=True)
     model = copy / path.rpartition("/")[2]
     monkeypatch.chdir(tmp_path)
+    calls, environment_seeds = [], ppo.environment_seeds
+    monkeypatch.setattr(ppo, "environment_seeds", lambda *a, **kw: calls.append(kw) or environment_seeds(*a, **kw))
     assert ppo.main(["--resume", str(model), "--total-timesteps", "768"]) == 0
+    assert calls[0] == {"stream": 0, "iteration": 8}  # other environments than those that the first leg began with
     assert "resumed at step 512; EnvPool cannot save simulators, so episodes start anew" in capsys.readouterr().out
     scalars = read_scalars(tmp_path)
     assert [step for step, _ in scalars["losses/loss"]] == [64 * k for k in range(1, 13)]
@@ -213,6 +216,7 @@ def test_resume_goes_on_in_the_same_directory_with_the_saved_arguments(trained, 
     assert summary["global_step"] == 768 and summary["args"]["env_id"] == "Hopper-v4" and summary["args"]["num_envs"] == 4
     loaded = ppo.load_model(str(model))
     assert loaded.state.iteration == 12 and loaded.args.total_timesteps == 768
+    assert loaded.state.wrappers[3].rms.count == 768 + 4 + 4  # two legs, each with four first observations
 
 
 def test_resumed_runs_meet_fresh_environments():
