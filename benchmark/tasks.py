@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -30,7 +29,7 @@ import ppo_continuous_action_envpool_xla_jax_scan as ppo  # noqa: E402
 
 COLUMNS = ("env_id", "suite", "outcome", "detail")
 SETTINGS = dict(num_envs=4, num_threads=1, num_minibatches=2, total_timesteps=2 * 4 * 32, eval_episodes=1)
-OUT_OF_SCOPE = {"its actions are": "no vector of continuous actions", "it observes": "no vectors to observe"}
+OUT_OF_SCOPE = {"its actions are": "no vector of bounded continuous actions", "it observes": "no vectors to observe"}
 
 
 def attempt(env_id: str, folder: str) -> None:
@@ -106,6 +105,7 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.env_ids or ()) - set(envpool.list_all_envs()):
         parser.error(f"--env-ids {' '.join(sorted(unknown))}: EnvPool has no such task")
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # read when a child first compiles
     compiled = tempfile.TemporaryDirectory()  # of tasks of the same sizes, and of those with two names
     jax.config.update("jax_compilation_cache_dir", compiled.name)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

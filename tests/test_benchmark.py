@@ -498,3 +498,25 @@ def test_bad_input_of_the_speed_table_is_one_line_and_status_2(capsys, flags):
     with pytest.raises(SystemExit) as exit:
         speed.main(flags)
     assert exit.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_walk_of_tasks_tells_which_train_which_are_refused_and_why_the_others_fail(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmark" / "tasks.py"), "--results", str(tmp_path / "tasks.csv"), "--env-ids"]
+    for env_id in ("Pendulum-v1", "CartPole-v1"):  # the second run adds to the first one's
+        ended = subprocess.run([*command, env_id], capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "| classic_control | 2 | 1 | 1 | 1: no vector of bounded continuous actions |"
+    rows = (tmp_path / "tasks.csv").read_text().splitlines()
+    assert rows[0] == "env_id,suite,outcome,detail" and rows[2] == "Pendulum-v1,classic_control,trains,finished"
+    for fault, detail in (("os._exit(3)", "its process ended with 3: nothing said"), ("time.sleep(60)", "killed after 2 s")):
+        code = f"import os, tasks, time; tasks.ppo.train = lambda _: {fault}; print(list(tasks.walk(['x'], 1, 2)))"
+        ended = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT / "benchmark", capture_output=True, text=True, timeout=60
+        )
+        assert detail in ended.stdout, ended.stderr
+
+
+def test_the_readmes_table_of_tasks_is_that_of_the_walk():
+    code = "import csv, tasks; print(tasks.table(list(csv.DictReader(open('results/tasks.csv')))))"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmark", capture_output=True, text=True, check=True)
+    assert ended.stdout in (ROOT / "README.md").read_text()

@@ -279,10 +279,18 @@ def test_episode_means_are_of_finished_episodes_and_nan_of_none():
     assert [int(report.metrics["charts/num_episodes"]) for report in reports] == [0, 0, 8]
 
 
+def test_averages_leave_out_environments_that_have_finished_nothing():
+    rollout = rollout_of(ppo.Args(**SMALL))[1]
+    none = jnp.zeros((8, 8), jnp.int32)
+    info = {"returned_episode_return": none.at[-1, 5].set(12), "returned_episode_length": none.at[-1, 5].set(3)}
+    means = ppo.episode_means(rollout._replace(info=rollout.info | info))
+    assert means["charts/avg_episodic_return"] == 12 and means["charts/avg_episodic_length"] == 3
+
+
 def test_success_rate_is_the_share_of_finished_episodes_whose_last_step_succeeded():
     rollout = rollout_of(ppo.Args(**SMALL))[1]
     ended = rollout.terminated | rollout.truncated
-    success = jnp.zeros_like(ended).at[:, :2].set(True)
+    success = ~ended | (jnp.arange(8) < 2)[None]  # all succeed on the way, a quarter to the end
     for key in ("success", "is_success"):
         means = ppo.episode_means(rollout._replace(info=rollout.info | {key: success}))
         assert means["charts/success_rate"] == 0.25
