@@ -52,8 +52,8 @@ CASES = {  # name: task, flags, and those of the case from which it must differ
     "hopper-recompute_advantage-off": (HOPPER, FAST | dict(recompute_advantage=False), FAST),
     "cheetah-anneal_lr-off": (
         CHEETAH,
-        dict(anneal_lr=False, max_grad_norm=5.0, vf_coef=1.0),
-        dict(max_grad_norm=5.0, vf_coef=1.0),
+        dict(anneal_lr=False, max_grad_norm=5.0, vf_coef=1.0, gamma=0.9, gae_lambda=0.8),
+        dict(max_grad_norm=5.0, vf_coef=1.0, gamma=0.9, gae_lambda=0.8),
     ),
 }
 
