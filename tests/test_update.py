@@ -47,6 +47,19 @@ def test_rollout_rows_line_up_with_the_environments_answers():
     assert state.obs.shape == (8, 1)
 
 
+def test_actions_deviate_from_the_mean_by_the_policys_deviation():
+    _, state = start(args := ppo.Args(**SMALL))
+    _, rollout = rollout_of(args)
+    mean, log_std = state.agent.network.apply(state.agent.params, rollout.obs, method="policy")
+    noise = (rollout.action - mean) / jnp.exp(log_std)
+    assert abs(noise.mean()) < 0.25 and abs(noise.std() - 1) < 0.25  # of 64: two and three standard errors
+
+
+def test_another_seed_begins_with_another_network_and_another_key():
+    (_, one), (_, two) = (start(ppo.Args(**SMALL, seed=seed)) for seed in (1, 2))
+    assert (one.key != two.key).any() and not leaves_equal(one.agent.params, two.agent.params)
+
+
 def test_stored_actions_are_neither_clipped_nor_mapped():
     args = ppo.Args(**SMALL)
     _, rollout = rollout_of(args)
