@@ -31,6 +31,9 @@ ELSEWHERE = {  # what runs them, since a test cannot
     "pip install -r benchmark/requirements.txt && python benchmark/report.py": "test_benchmark.py",
     "pip install -r benchmark/requirements-peers.txt && python benchmark/speed.py": "by hand: peers are not installed",
     "pip install -r extras/requirements.txt && python extras/publish.py MODEL --repo Hopper-v4-ppo": "test_publish.py",
+    "pip install -r tests/requirements-peers.txt && pytest -m peers -n 0 -s tests/test_peers.py": "by hand: as above",
+    "python benchmark/tasks.py --env-ids Pendulum-v1 CartPole-v1": "test_benchmark.py",
+    "python tests/mutants/run.py adam log_std": "by hand: it runs the tests",
     "pip install pre-commit && pre-commit run --all-files": "by hand: it fetches ruff",
 }
 
