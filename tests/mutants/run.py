@@ -26,6 +26,7 @@ SUBSET = """
     test_agent.py
     test_mutants_found.py
     test_envpool.py::test_two_seeds_two_streams_and_two_iterations_share_no_environment
+    test_envpool.py::test_a_reset_step_follows_each_end_and_has_no_reward
     test_run.py::test_summary_averages_the_last_hundred_episodes
     test_reference.py::test_wrappers_in_float64_normalize_as_recomputed
     test_reference.py::test_the_rollout_in_float32_is_the_recomputed_one
@@ -37,9 +38,7 @@ SUBSET = """
     test_models.py::test_a_file_that_is_no_sound_model_is_refused_in_one_line
     test_models.py::test_resume_goes_on_in_the_same_directory_with_the_saved_arguments
     test_models.py::test_resumed_runs_meet_fresh_environments
-    test_models.py::test_evaluation_in_a_fresh_process_repeats_the_one_after_training
     test_models.py::test_an_evaluation_is_the_policy_stepped_by_hand_for_the_first_episodes_of_each_environment
-    test_models.py::test_sampled_actions_score_differently_and_flags_change_the_evaluation
     test_models.py::test_evaluation_moves_neither_statistics_nor_parameters
     test_models.py::test_write_atomically_keeps_the_old_file_when_writing_fails
     test_models.py::test_is_due_at_the_end_and_every_so_many_iterations
