@@ -999,11 +999,11 @@ def receive_step(state: RunState, answer) -> tuple[RunState, Step]:
     return state.replace(wrappers=wrappers, obs=step.obs), step
 
 
-def evaluate(model: Model, episodes: int, deterministic: bool, film_path: str | None = None) -> dict[str, Any]:
+def evaluate(model: Model, episodes: int, deterministic: bool, film_path: str | None = None, stop=None) -> dict[str, Any]:
     """Score an agent on fresh environments, equally many episodes of each; the same model always meets the same ones.
 
     Films the first episode of the first environment, if it is told where. Returns what the last line of `--evaluate`
-    prints: env_id, mean, std, min, max, episodes, length, deterministic.
+    prints: env_id, mean, std, min, max, episodes, length, deterministic. Raises KeyboardInterrupt once `stop` has received.
     """
     args, task, state = model
     num_envs = max(n for n in range(1, min(episodes, args.num_envs) + 1) if episodes % n == 0)
@@ -1017,6 +1017,8 @@ def evaluate(model: Model, episodes: int, deterministic: bool, film_path: str | 
     finished = [[] for _ in range(num_envs)]  # (return, length) of each environment's first episodes
     filmed = []  # actions [A] of the first episode
     while any(len(of_env) < episodes // num_envs for of_env in finished):
+        if stop and stop.received:
+            raise KeyboardInterrupt
         state, action = choose_actions(state, deterministic)
         action = np.asarray(action, pool.action_space.dtype)
         if not finished[0]:
@@ -1028,6 +1030,8 @@ def evaluate(model: Model, episodes: int, deterministic: bool, film_path: str | 
         for i in np.flatnonzero(ended | (lengths >= limit)):
             finished[i].append((float(returns[i]), int(lengths[i])))
     if film_path:
+        if stop:
+            stop.interrupts = True
         film(film_path, args, seeds[0], filmed)
     returns, lengths = np.array([of_env[: episodes // num_envs] for of_env in finished]).reshape(-1, 2).T
     return {
@@ -1159,7 +1163,7 @@ class StopSignal:
 
     def __init__(self):
         self.received: signal.Signals | None = None
-        self.interrupts = False  # raise KeyboardInterrupt as well: an evaluation may have no end
+        self.interrupts = False  # raise KeyboardInterrupt as well, while a film is waited for; within JAX it could get lost
         self.previous = {}
 
     def __enter__(self):
@@ -1404,11 +1408,11 @@ class RunLog:
         start = time.time()
         film_path = make_film_path(model, self.run_name) if self.args.capture_video else None
         try:
-            self.stop.interrupts = True
-            self.evaluation = evaluate(model, self.args.eval_episodes, self.args.eval_deterministic, film_path)
-            self.stop.interrupts = False
+            self.evaluation = evaluate(model, self.args.eval_episodes, self.args.eval_deterministic, film_path, self.stop)
         except KeyboardInterrupt:  # which it noted
             return
+        finally:
+            self.stop.interrupts = False
         self.write({"eval/episodic_return": self.evaluation["mean"]})
         if self.wandb_run and film_path and os.path.exists(film_path):
             self.attempt(f"{film_path} at W&B", log_film, self.wandb_run, film_path)
