@@ -1029,7 +1029,7 @@ def evaluate(model: Model, episodes: int, deterministic: bool, film_path: str | 
         )
         for i in np.flatnonzero(ended | (lengths >= limit)):
             finished[i].append((float(returns[i]), int(lengths[i])))
-    if film_path:
+    if film_path and not (stop and stop.received):
         if stop:
             stop.interrupts = True
         film(film_path, args, seeds[0], filmed)

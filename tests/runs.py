@@ -9,7 +9,7 @@ from pathlib import Path
 from conftest import ROOT
 
 SCRIPT = ROOT / "ppo_continuous_action_envpool_xla_jax_scan.py"
-TINY = "--num-envs 4 --num-steps 16 --num-minibatches 4 --update-epochs 2 --total-timesteps 512".split()
+TINY = "--num-envs 4 --num-steps 16 --num-minibatches 4 --update-epochs 2 --total-timesteps 512 --eval-episodes 1".split()
 
 
 def command(*flags, script=SCRIPT):

@@ -19,8 +19,9 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 import report  # noqa: E402
 import speed  # noqa: E402
 
+from runs import TINY  # noqa: E402
+
 SCRIPT = "ppo_continuous_action_envpool_xla_jax_scan.py"
-TINY = ["--num-envs", "4", "--num-steps", "16", "--num-minibatches", "4", "--update-epochs", "2", "--total-timesteps", "512"]
 
 # Fails-v4 fails, Waits-v4 waits for a file named `go` or a signal, and all leave what the training script leaves.
 STAND_IN = """
@@ -181,10 +182,11 @@ def test_two_workers_have_different_cores(stand_in):
 
 def test_finished_runs_are_skipped_until_an_argument_changes(stand_in):
     flags = ["--env-ids", "A-v4", "--num-seeds", "2"]
-    run(*stand_in, *flags)
+    status, out, err = run(*stand_in, *flags)
     first = directories(stand_in[1])
-    status, out, _ = run(*stand_in, *flags)
-    assert (status, directories(stand_in[1])) == (0, first) and "2 of them finished already" in out
+    assert (status, len(first)) == (0, 2), out + err
+    status, out, err = run(*stand_in, *flags)
+    assert (status, directories(stand_in[1])) == (0, first) and "2 of them finished already" in out, out + err
     assert run(*stand_in, *flags, "--dry-run")[1].count("# finished: ") == 2
     run(*stand_in, *flags, "--", "--total-timesteps", "200")
     assert len(directories(stand_in[1])) == 4 and set(first) < set(directories(stand_in[1]))

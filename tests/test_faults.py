@@ -24,7 +24,7 @@ import ppo_continuous_action_envpool_xla_jax_scan as ppo
 from runs import SCRIPT, TINY, command, read_events, read_scalars, read_summary, run, run_directories
 from test_run import read_wandb
 
-HOPPER = [*TINY, "--env-id", "Hopper-v4", "--eval-episodes", "1"]
+HOPPER = [*TINY, "--env-id", "Hopper-v4"]
 ENDLESS = [*TINY, "--env-id", "HalfCheetah-v4", "--env-kwargs", "max_episode_steps=100000"]
 SLOW = pytest.mark.slow
 NO_THREAD_COMPLAINS = pytest.mark.filterwarnings("always", "error::pytest.PytestUnhandledThreadExceptionWarning")
