@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,7 @@ def saved(tmp_path_factory):
 def trained(tmp_path_factory):
     """The folder of a tiny finished run on Hopper-v4, its model file and its process's output."""
     folder = tmp_path_factory.mktemp("trained")
-    ended = run(folder, *TINY, "--env-id", "Hopper-v4", "--checkpoint-frequency", "3", "--eval-frequency", "4")
+    ended = run(folder, *TINY, *"--env-id Hopper-v4 --checkpoint-frequency 3 --eval-frequency 4 --eval-episodes 10".split())
     assert ended.returncode == 0, ended.stderr
     (path,) = folder.glob("runs/*/*.cleanrl_model")
     return folder, str(path), ended.stdout
@@ -273,6 +274,22 @@ def test_an_episode_that_its_task_never_ends_counts_as_far_as_the_limit():
     args = ppo.Args(env_id="LaneKeeping-v0", num_envs=2)  # EnvPool's: 200 steps an episode, but it goes on
     task = ppo.make_task(ppo.make_pool(args.env_id, 2, [1, 2]))
     assert ppo.evaluate(ppo.Model(args, task, ppo.make_state(args, task)), 2, True)["length"] == 200
+
+
+def test_a_signal_in_the_last_step_of_an_evaluation_keeps_its_score_but_is_not_kept_waiting_by_a_film(monkeypatch):
+    args = ppo.Args(env_id="LaneKeeping-v0", num_envs=1)
+    task = ppo.make_task(ppo.make_pool(args.env_id, 1, [1]))
+    stop, receive_step, steps = ppo.StopSignal(), ppo.receive_step, []
+
+    def receive_a_signal_too(state, answer):
+        steps.append(answer)
+        stop.received = signal.SIGINT if len(steps) == 200 else None
+        return receive_step(state, answer)
+
+    monkeypatch.setattr(ppo, "receive_step", receive_a_signal_too)
+    monkeypatch.setattr(ppo, "film", lambda *film: pytest.fail("filmed"))
+    found = ppo.evaluate(ppo.Model(args, task, ppo.make_state(args, task)), 1, True, "path.mp4", stop)
+    assert found["length"] == len(steps) == 200
 
 
 def test_evaluation_moves_neither_statistics_nor_parameters(trained):
