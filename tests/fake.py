@@ -7,7 +7,7 @@ import numpy as np
 import ppo_continuous_action_envpool_xla_jax_scan as ppo
 
 
-def make_fake(num_envs, observe, reward, length, terminates, seed=0):
+def make_fake(num_envs, observe, reward, length, terminates, seed=0, action_size=1):
     """An `Env` of episodes of `length` steps and its first handle and observations.
 
     `observe(t, context)` [N, O] and `reward(t, context, action)` [N] see the number of steps taken [N], a number that is
@@ -43,7 +43,7 @@ def make_fake(num_envs, observe, reward, length, terminates, seed=0):
         "done": jnp.zeros(num_envs, bool),
         "context": draw(draw_key),
         "key": key,
-        "action": jnp.zeros((num_envs, 1), jnp.float32),
+        "action": jnp.zeros((num_envs, action_size), jnp.float32),
     }
     return ppo.Env(send, recv), handle, observe(handle["t"], handle["context"])
 

@@ -47,12 +47,17 @@ def test_rollout_rows_line_up_with_the_environments_answers():
     assert state.obs.shape == (8, 1)
 
 
-def test_actions_deviate_from_the_mean_by_the_policys_deviation():
-    _, state = start(args := ppo.Args(**SMALL))
-    _, rollout = rollout_of(args)
+def test_actions_deviate_from_the_mean_by_the_policys_deviation_each_on_its_own():
+    args = ppo.Args(**SMALL)
+    env, handle, obs = make_fake(args.num_envs, bandit_observe, bandit_reward, 3, True, action_size=2)
+    state = ppo.make_state(args, task(1, 2), handle, obs)
+    _, rollout = collect_rollout(env, state, args)
+    evaluated = ppo.act(state.agent, rollout.obs, jax.random.PRNGKey(1))  # as evaluations with sampled actions do
     mean, log_std = state.agent.network.apply(state.agent.params, rollout.obs, method="policy")
-    noise = (rollout.action - mean) / jnp.exp(log_std)
-    assert abs(noise.mean()) < 0.25 and abs(noise.std() - 1) < 0.25  # of 64: two and three standard errors
+    for action in (rollout.action, evaluated):
+        noise = (action - mean) / jnp.exp(log_std)  # [8 steps, 8 environments, 2]
+        assert abs(noise.mean()) < 0.25 and abs(noise.std() - 1) < 0.25  # of 128: three and four standard errors
+        assert all(noise.std(axis).min() > 1e-3 for axis in range(3))  # no two share theirs
 
 
 def test_another_seed_begins_with_another_network_and_another_key():

@@ -46,7 +46,7 @@ SUBSET = """
     test_models.py::test_policy_takes_dicts_and_maps_to_the_bounds
     test_update.py::test_the_logged_action_std_is_the_policys_mean_deviation
     test_update.py::test_episode_means_are_of_finished_episodes_and_nan_of_none
-    test_update.py::test_actions_deviate_from_the_mean_by_the_policys_deviation
+    test_update.py::test_actions_deviate_from_the_mean_by_the_policys_deviation_each_on_its_own
     test_update.py::test_another_seed_begins_with_another_network_and_another_key
     test_update.py::test_averages_leave_out_environments_that_have_finished_nothing
     test_update.py::test_success_rate_is_the_share_of_finished_episodes_whose_last_step_succeeded
