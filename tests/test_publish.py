@@ -303,7 +303,8 @@ def test_model_script_requirements_log_and_newest_film_are_published(client, ser
 
 def test_card_holds_score_hyperparameters_versions_and_commit(client, server, model, tmp_path):
     evaluation = json.loads((model.parent / "summary.json").read_text())["evaluation"]
-    edit_summary(model, commit="c0ffee", evaluation=evaluation | {"mean": 123.456, "std": 7.891, "deterministic": False})
+    sampled = {"mean": 123.456, "std": 7.891, "episodes": 10, "deterministic": False}
+    edit_summary(model, commit="c0ffee", evaluation=evaluation | sampled)
     assert publish.main([str(model), "--repo", "ann/pendulum"]) == 0
     card = read_card(server, "ann/pendulum", tmp_path)
     (result,) = card.data.eval_results
