@@ -1005,6 +1005,7 @@ def evaluate(model: Model, episodes: int, deterministic: bool, film_path: str | 
     Films the first episode of the first environment, if it is told where. Returns what the last line of `--evaluate`
     prints: env_id, mean, std, min, max, episodes, length, deterministic. Raises KeyboardInterrupt once `stop` has received.
     """
+    stop = stop or StopSignal()  # that listens to nothing, since it is not entered
     args, task, state = model
     num_envs = max(n for n in range(1, min(episodes, args.num_envs) + 1) if episodes % n == 0)
     seeds = environment_seeds(num_envs, args.seed, stream=1, iteration=int(state.iteration))
@@ -1017,7 +1018,7 @@ def evaluate(model: Model, episodes: int, deterministic: bool, film_path: str | 
     finished = [[] for _ in range(num_envs)]  # (return, length) of each environment's first episodes
     filmed = []  # actions [A] of the first episode
     while any(len(of_env) < episodes // num_envs for of_env in finished):
-        if stop and stop.received:
+        if stop.received:
             raise KeyboardInterrupt
         state, action = choose_actions(state, deterministic)
         action = np.asarray(action, pool.action_space.dtype)
@@ -1029,10 +1030,10 @@ def evaluate(model: Model, episodes: int, deterministic: bool, film_path: str | 
         )
         for i in np.flatnonzero(ended | (lengths >= limit)):
             finished[i].append((float(returns[i]), int(lengths[i])))
-    if film_path and not (stop and stop.received):
-        if stop:
-            stop.interrupts = True
-        film(film_path, args, seeds[0], filmed)
+    if film_path:
+        stop.interrupts = True
+        if not stop.received:  # in the last step
+            film(film_path, args, seeds[0], filmed)
     returns, lengths = np.array([of_env[: episodes // num_envs] for of_env in finished]).reshape(-1, 2).T
     return {
         "env_id": args.env_id,
