@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -52,6 +53,17 @@ def shell(command, cwd):
 def test_every_command_is_run_by_a_test_or_named_here():
     assert set(COMMANDS) == set(TRAINING) | set(ON_A_MODEL) | set(SWEEPS) | set(ELSEWHERE)
     assert len(TRAINING) >= 6 and len(ON_A_MODEL) == 4 and len(SWEEPS) == 2
+
+
+@pytest.mark.skipif(not shutil.which("patch"), reason="needs patch")
+def test_every_mutant_applies_and_is_in_the_table_with_the_test_that_catches_it(tmp_path):
+    patches = sorted((ROOT / "tests" / "mutants").glob("*.patch"))
+    for path in patches:
+        command = ["patch", "-s", "-i", path, "-o", tmp_path / "script", SCRIPT]
+        applied = subprocess.run(command, capture_output=True, text=True)
+        assert applied.returncode == 0, f"{path.name}: {applied.stdout}"
+    table = re.findall(r"^\| (\d+_\w+) \| .* \| test_.* \|$", (ROOT / "tests" / "mutants" / "README.md").read_text(), re.M)
+    assert sorted(table) == [path.stem for path in patches] and f"{len(patches)} patches" in README
 
 
 @pytest.mark.parametrize("command", TRAINING)
