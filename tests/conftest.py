@@ -1,4 +1,4 @@
-"""Settings of all tests: the script on the path, one XLA thread as in training, and no silent broadcasting."""
+"""Settings of all tests: the script on the path, one XLA thread as in training, fast compilation, no silent broadcasting."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("NPROC", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # most tests compile more than they compute
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the processes of a session compile nothing twice
     COMPILED = tempfile.TemporaryDirectory(prefix="jax-compiled-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import ppo_continuous_action_envpool_xla_jax_scan as ppo
+from compiled import improve
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +92,8 @@ def test_optimizer_clips_the_joint_gradient_then_takes_adams_first_step():
 def test_improve_moves_against_the_clipped_gradient_and_reports_its_norm_before_clipping(agent):
     batch = make_batch(agent)
     args = ppo.Args(max_grad_norm=0.1)
-    improved, metrics = ppo.improve(agent, batch, jnp.float64(1e-3), args)
-    grads = jax.grad(lambda p: ppo.ppo_loss(p, agent.network, batch, args)[0])(agent.params)
+    improved, metrics = improve(agent, batch, jnp.float64(1e-3), args)
+    grads = jax.jit(jax.grad(lambda p: ppo.ppo_loss(p, agent.network, batch, args)[0]))(agent.params)
     assert metrics["losses/grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-5)
     scale = min(1.0, 0.1 / float(optax.tree.norm(grads)))
     expected = jax.tree.map(lambda p, g: p - 1e-3 * scale * g / (abs(scale * g) + 1e-5), agent.params, grads)

@@ -63,6 +63,7 @@ def test_without_opengl_a_run_finishes_and_one_line_names_the_package(tmp_path):
     assert json.loads(evaluated.stdout.splitlines()[-1])["episodes"] == 2
 
 
+@pytest.mark.slow
 def test_a_program_without_a_guard_is_not_run_again_by_its_film(tmp_path):
     program = tmp_path / "program.py"
     arguments = "num_envs=4, num_steps=16, num_minibatches=4, total_timesteps=64, eval_episodes=1, capture_video=True"

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ppo_continuous_action_envpool_xla_jax_scan as ppo
+from compiled import collect_rollout, estimate_advantages, improve
 from fake import bandit_observe, bandit_reward, make_fake, task
 
 SMALL = dict(num_envs=4, num_steps=4, num_minibatches=2, update_epochs=2, total_timesteps=64)
@@ -21,7 +22,11 @@ def test_no_random_key_is_used_twice(monkeypatch):
     used, ppo_make_agent = [], ppo.make_agent
 
     def recording(function):
-        return lambda key, *rest: (used.append(np.asarray(key).tobytes()), function(key, *rest))[1]
+        def record(key, *rest):
+            jax.debug.callback(lambda key: used.append(key.tobytes()), key)
+            return function(key, *rest)
+
+        return record
 
     for name in ("split", "normal", "bits"):
         monkeypatch.setattr(jax.random, name, recording(getattr(jax.random, name)))
@@ -29,9 +34,9 @@ def test_no_random_key_is_used_twice(monkeypatch):
     monkeypatch.setattr(ppo, "make_agent", lambda args, key, *sizes: make_agent(key, args, *sizes))
     args = ppo.Args(num_envs=2, num_steps=2, num_minibatches=1, update_epochs=2, total_timesteps=64, seed=5)
     env, state = start(args)
-    with jax.disable_jit():  # a scan is a loop over numbers, the keys among them
-        for _ in range(2):
-            state, _ = ppo.train_iteration(state, env, args)
+    for _ in range(2):
+        state, _ = ppo.train_iteration(state, env, args)
+    jax.effects_barrier()
     assert len(used) > 2 * (2 * 2 + 1 + 1 + 2) and len(set(used)) == len(used)
 
 
@@ -45,9 +50,9 @@ def test_both_networks_have_two_hidden_layers_of_64():
 
 def test_a_float32_rollout_gives_float32_rows_and_gradients():
     env, state = start(args := ppo.Args(**SMALL))
-    state, rollout = jax.jit(ppo.collect_rollout, static_argnames=("env", "args"))(env, state, args)
-    _, batch = ppo.estimate_advantages(state.agent, rollout, state.obs, args)
-    _, metrics = ppo.improve(state.agent, batch, jnp.float32(1e-3), args)
+    state, rollout = collect_rollout(env, state, args)
+    _, batch = estimate_advantages(state.agent, rollout, state.obs, args)
+    _, metrics = improve(state.agent, batch, jnp.float32(1e-3), args)
     leaves = [*jax.tree.leaves(batch._replace(mask=None)), *metrics.values()]
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
 

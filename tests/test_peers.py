@@ -18,6 +18,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import ppo_continuous_action_envpool_xla_jax_scan as ppo
+from compiled import improve
 
 pytestmark = pytest.mark.peers
 GAMMA, LAMBDA = 0.99, 0.95
@@ -258,7 +259,7 @@ def test_fifty_clipped_adam_steps_equal_those_of_torch(exactly, bound, monkeypat
     for step in range(50):
         rate = ppo.learning_rate(ppo.Args(total_timesteps=2048 * 60), step)
         grads = {name: rng.normal(size=shape) * 10 ** rng.uniform(-3, 0) for name, shape in shapes.items()}
-        agent, metrics = ppo.improve(agent, jax.tree.map(jnp.asarray, grads), rate, args)
+        agent, metrics = improve(agent, jax.tree.map(jnp.asarray, grads), rate, args)
         for name, parameter in theirs.items():
             parameter.grad = torch.tensor(grads[name])
         norms.append(float(metrics["losses/grad_norm"]))
@@ -504,7 +505,7 @@ def test_loss_metrics_gradient_and_ten_steps_equal_those_of(peer, flags):
     agree(f"{name}: gradient", grads, jax.tree.map(lambda x: x * factor, their_grads), 1e-5)
     if not args.norm_adv:
         _, _, theirs = peer(args, agent.params, rows, 10)
-        improve, params = jax.jit(ppo.improve, static_argnames="args"), agent.params
+        params = agent.params
         for _ in range(10):
             agent, _ = improve(agent, batch, jnp.float64(args.learning_rate), args)
         moved, their_move = (

@@ -10,12 +10,12 @@ import sys
 import tomllib
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ppo_continuous_action_envpool_xla_jax_scan as ppo
+from compiled import collect_rollout
 from conftest import ROOT
 from fake import bandit_observe, bandit_reward, make_fake, task
 from runs import SCRIPT, read_summary, run
@@ -132,7 +132,7 @@ def test_wrapper_example_trains_and_tells_the_time():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo, "make_wrappers", lambda *_: wrappers)
         state = ppo.make_state(args, task(1), handle, obs)
-    _, rollout = jax.jit(ppo.collect_rollout, static_argnames=("env", "args"))(env, state, args)
+    _, rollout = collect_rollout(env, state, args)
     np.testing.assert_allclose(rollout.obs[:, 0, 1], np.array([0, 1, 2, 3, 4, 0, 1, 2]) / 4)
     state, report = ppo.train_iteration(state, env, args)
     assert state.iteration == 1 and not any(report.faults.values())

@@ -15,6 +15,7 @@ from jax.flatten_util import ravel_pytree
 
 import ppo_continuous_action_envpool_xla_jax_scan as ppo
 import reference
+from compiled import collect_rollout, update_agent
 
 HOPPER = ppo.Args(
     env_id="Hopper-v4",
@@ -61,11 +62,6 @@ CASES = {  # name: task, flags, and those of the case from which it must differ
 # Recording
 
 
-def compiled(jitted, *args, **kwargs):
-    """Compile a jitted function without optimization, for each case runs once."""
-    return jitted.lower(*args, **kwargs).compile(compiler_options={"xla_backend_optimization_level": 0})
-
-
 class Recording(NamedTuple):
     """A real rollout: the script's state before and after it, and what the environments answered."""
 
@@ -102,12 +98,10 @@ def record(task):
     first_obs = ppo.to_float32(pool.reset()[0])
     state = ppo.make_state(task, ppo.make_task(pool), handle, first_obs)
     if task is CHEETAH:
-        train_iteration = compiled(ppo.train_iteration, state, env=env, args=task)
         for _ in range(2):
-            state, _ = train_iteration(state)
+            state, _ = ppo.train_iteration(state, env, task)
         first_obs = None
-    collect = jax.jit(ppo.collect_rollout, static_argnames=("env", "args"))
-    after, rollout = compiled(collect, state=state, env=tapping(env), args=task)(state=state)
+    after, rollout = collect_rollout(tapping(env), state, task)
     info = {"elapsed_step": rollout.info["elapsed_step"]}
     flags = (rollout.terminated, rollout.truncated, rollout.is_reset)
     answers = ppo.Step(rollout.info["raw_obs"], rollout.info["raw_reward"], *flags, info)
@@ -215,9 +209,7 @@ def differences_in_float64(name):
     obs, rest = steps.obs, steps._asdict()
     rollout = recording.rollout._replace(info={}, **(rest | {"obs": obs[:-1]}))
     key, rate = jax.random.split(recording.after.key)[1], ppo.learning_rate(args, jnp.float64(recording.state.iteration))
-    update = jax.jit(ppo.update_agent, static_argnames="args")
-    inputs = (*to_float64((recording.state.agent, rollout, obs[-1], rate)), key)
-    agent, metrics = compiled(update, *inputs, args=args)(*inputs)
+    agent, metrics = update_agent(*to_float64((recording.state.agent, rollout, obs[-1], rate)), key, args)
     assert {leaf.dtype for leaf in jax.tree.leaves(agent.params)} == {jnp.dtype("float64")}
     got = learner_of(agent)
     assert got.count == expected.count
@@ -236,7 +228,7 @@ def differences_in_float32(name):
     expected, expected_metrics, _ = recompute(task, tuple(flags.items()))
     state = jax.tree.map(jnp.asarray, recording.state)
     state = state.replace(wrappers=without_unused_wrappers(state, args))
-    state, report = compiled(ppo.train_iteration, state, env=TAPE, args=args)(state)
+    state, report = ppo.train_iteration(state, TAPE, args)
     got, start = learner_of(state.agent), flat(recording.state.agent.params)
     assert got.count == expected.count and state.iteration == recording.state.iteration + 1
     error = {k: np.linalg.norm(got.params[k] - p) / np.linalg.norm(p - start[k]) for k, p in expected.params.items()}

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 import ppo_continuous_action_envpool_xla_jax_scan as ppo
+from compiled import collect_rollout, estimate_advantages, improve, update_agent
 from fake import bandit_observe, bandit_reward, make_fake, task, train_fake
 
 SMALL = dict(num_envs=8, num_steps=8, num_minibatches=4, update_epochs=2, total_timesteps=8 * 8 * 3)
-update_agent = jax.jit(ppo.update_agent, static_argnames="args")
-collect_rollout = jax.jit(ppo.collect_rollout, static_argnames=("env", "args"))
 
 
 def start(args, length=3, terminates=True):
@@ -136,13 +135,13 @@ def test_after_a_stop_nothing_changes_and_metrics_are_of_the_executed_minibatche
     args = ppo.Args(**SMALL, target_kl=1e-9)
     state, rollout = rollout_of(args)
     agent, metrics = update(args)
-    first_estimate, batch = ppo.estimate_advantages(state.agent, rollout, state.obs, args)
+    first_estimate, batch = estimate_advantages(state.agent, rollout, state.obs, args)
     # The second epoch would have updated the return statistics again.
     assert agent.return_rms.count == first_estimate.return_rms.count == batch.mask.sum()
     epoch_key = jax.random.split(jax.random.PRNGKey(0), args.update_epochs)[0]
     order = ppo.random_order(epoch_key, args.batch_size).reshape(args.num_minibatches, -1)
     minibatch = jax.tree.map(lambda x: x[order[0]], batch)
-    improved, expected = ppo.improve(first_estimate, minibatch, jnp.float64(1e-3), args)
+    improved, expected = improve(first_estimate, minibatch, jnp.float64(1e-3), args)
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(float(value), rel=1e-4, abs=1e-7), name
     for ours, theirs in zip(jax.tree.leaves(agent.params), jax.tree.leaves(improved.params), strict=True):
@@ -161,7 +160,7 @@ def test_return_statistics_take_unmasked_raw_returns_after_scaling_with_the_old_
     args = ppo.Args(**SMALL)
     state, rollout = rollout_of(args)
     old = state.agent.replace(return_rms=state.agent.return_rms.replace(var=jnp.float64(4.0), count=jnp.float64(10.0)))
-    agent, batch = ppo.estimate_advantages(old, rollout, state.obs, args)
+    agent, batch = estimate_advantages(old, rollout, state.obs, args)
     value = old.network.apply(old.params, rollout.obs, method="value").reshape(-1)
     keep = np.asarray(batch.mask)
     returns = (batch.target * 2.0)[keep]  # raw: in units of the old deviation, sqrt(4)
@@ -177,13 +176,13 @@ def test_without_norm_return_targets_are_raw_returns():
     state, rollout = rollout_of(args)
     agent = state.agent.replace(return_rms=state.agent.return_rms.replace(var=jnp.float64(100.0)))
     assert agent.return_scale(args) == 1.0 and agent.return_scale(ppo.Args()) == pytest.approx(10.0)
-    _, batch = ppo.estimate_advantages(agent, rollout, state.obs, args)
+    _, batch = estimate_advantages(agent, rollout, state.obs, args)
     np.testing.assert_allclose(batch.target, jnp.where(batch.mask, batch.advantage + batch.value, 0), rtol=1e-5, atol=1e-6)
 
 
 def test_masked_rows_of_a_batch_are_zero():
     state, rollout = rollout_of(args := ppo.Args(**SMALL))
-    _, batch = ppo.estimate_advantages(state.agent, rollout, state.obs, args)
+    _, batch = estimate_advantages(state.agent, rollout, state.obs, args)
     assert batch.mask.dtype == bool and batch.mask.sum() == 64 - 16
     for leaf in jax.tree.leaves(batch):
         assert (leaf[~batch.mask] == 0).all()
@@ -192,7 +191,7 @@ def test_masked_rows_of_a_batch_are_zero():
 def test_explained_variance_is_of_the_critic_before_the_updates():
     args = ppo.Args(**SMALL)
     state, rollout = rollout_of(args)
-    _, batch = ppo.estimate_advantages(state.agent, rollout, state.obs, args)
+    _, batch = estimate_advantages(state.agent, rollout, state.obs, args)
     expected = ppo.explained_variance(batch.value, batch.target, batch.mask)
     assert update(args)[1]["losses/explained_variance"] == pytest.approx(float(expected), rel=1e-4)
 
