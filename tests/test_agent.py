@@ -96,7 +96,8 @@ def test_improve_moves_against_the_clipped_gradient_and_reports_its_norm_before_
     grads = jax.jit(jax.grad(lambda p: ppo.ppo_loss(p, agent.network, batch, args)[0]))(agent.params)
     assert metrics["losses/grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-5)
     scale = min(1.0, 0.1 / float(optax.tree.norm(grads)))
-    expected = jax.tree.map(lambda p, g: p - 1e-3 * scale * g / (abs(scale * g) + 1e-5), agent.params, grads)
+    params, grads = jax.device_get((agent.params, grads))
+    expected = jax.tree.map(lambda p, g: p - 1e-3 * scale * g / (abs(scale * g) + 1e-5), params, grads)
     for ours, theirs in zip(jax.tree.leaves(improved.params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-6)
 

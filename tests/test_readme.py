@@ -62,8 +62,11 @@ def test_every_mutant_applies_and_is_in_the_table_with_the_test_that_catches_it(
         command = ["patch", "-s", "-i", path, "-o", tmp_path / "script", SCRIPT]
         applied = subprocess.run(command, capture_output=True, text=True)
         assert applied.returncode == 0, f"{path.name}: {applied.stdout}"
-    table = re.findall(r"^\| (\d+_\w+) \| .* \| test_.* \|$", (ROOT / "tests" / "mutants" / "README.md").read_text(), re.M)
-    assert sorted(table) == [path.stem for path in patches] and f"{len(patches)} patches" in README
+    rows = r"^\| (\d+_\w+) \| .* \| (test_\w+\.py)::(test_\w+)(?:\[.*\])? \|$"
+    table = re.findall(rows, (ROOT / "tests" / "mutants" / "README.md").read_text(), re.M)
+    assert sorted(name for name, *_ in table) == [path.stem for path in patches] and f"{len(patches)} patches" in README
+    for name, file, test in table:
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), name
 
 
 @pytest.mark.parametrize("command", TRAINING)
