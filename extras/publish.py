@@ -34,8 +34,8 @@ CARD = """\
 
 # PPO for {env_id}
 
-Trained with `{script}` for {steps:,} steps of EnvPool's {env_id}. Then {episodes} episodes of {actions} actions returned
-**{mean:.2f} ± {std:.2f}** ({min:.2f} to {max:.2f}) and were {length:.0f} steps long on average. Fetch and evaluate it:
+Trained with `{script}` for {steps:,} steps of EnvPool's {env_id}. Evaluated on {actions} actions (episodes: {episodes}), it
+returned **{mean:.2f} ± {std:.2f}** ({min:.2f} to {max:.2f}) in {length:.0f} steps on average. Fetch and evaluate it:
 
 ```bash
 pip install huggingface_hub

@@ -311,7 +311,7 @@ def test_card_holds_score_hyperparameters_versions_and_commit(client, server, mo
     assert (result.metric_type, result.metric_value) == ("mean_reward", "123.46 +/- 7.89")
     assert (result.task_type, result.dataset_type) == ("reinforcement-learning", "InvertedPendulum-v4")
     assert card.data.library_name == "cleanrl" and "InvertedPendulum-v4" in card.data.tags
-    assert "**123.46 ± 7.89**" in card.text and "10 episodes of sampled actions" in card.text and "512 steps" in card.text
+    assert "**123.46 ± 7.89**" in card.text and "sampled actions (episodes: 10)" in card.text and "512 steps" in card.text
     for row in ("num_envs | 4", "total_timesteps | 512", "gamma | 0.99", "env_id | InvertedPendulum-v4", "commit | c0ffee"):
         assert f"| {row} |\n" in card.text
     assert re.search(r"\| jax \| \d+\.\d+", card.text) and "wandb" not in card.text
