@@ -1,6 +1,5 @@
 """PPO finds known optima and known values, and HalfCheetah learns to run."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,16 +8,9 @@ import ppo_continuous_action_envpool_xla_jax_scan as ppo
 from fake import bandit_observe, bandit_reward, train_fake
 from runs import read_scalars
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 PROBE = dict(num_envs=16, num_steps=16, num_minibatches=4, update_epochs=10, learning_rate=3e-3, norm_obs=False)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def optimized():
-    """Compile as training does: these compute more than they compile."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def test_ppo_with_its_defaults_finds_the_optimum_of_a_contextual_bandit():

@@ -20,7 +20,7 @@ from jax.flatten_util import ravel_pytree
 import ppo_continuous_action_envpool_xla_jax_scan as ppo
 from compiled import improve
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("optimized")]
 GAMMA, LAMBDA = 0.99, 0.95
 
 
