@@ -97,7 +97,7 @@ except ImportError as error:
 
 finished = []
 for path in pathlib.Path("runs").glob("*/summary.json"):
-    with contextlib.suppress(ValueError, OSError):
+    with contextlib.suppress(ValueError, OSError, KeyError, TypeError):
         summary = json.loads(path.read_text())
         finished += [summary["args"]] if summary["status"] == "finished" else []
 

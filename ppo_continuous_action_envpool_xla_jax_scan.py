@@ -184,8 +184,8 @@ class Args:
                 options[key] = ast.literal_eval(value)
             except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
                 options[key] = value
-            if key in ("max_episode_steps", "frame_skip") and isinstance(options[key], int) and options[key] < 1:
-                raise BadInput(f"env_kwargs={pair}: must be at least 1")
+            if key in ("max_episode_steps", "frame_skip") and (type(options[key]) is not int or options[key] < 1):
+                raise BadInput(f"env_kwargs={pair}: must be at least 1 and whole")
         return options
 
     def __post_init__(self):

@@ -147,7 +147,7 @@ def read_summary(path: pathlib.Path) -> dict | None:
     try:
         summary = json.loads(path.read_text())
         return summary if summary["status"] == "finished" else None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{path}: not a run's summary ({error!r})") from None
 
 
@@ -270,7 +270,10 @@ def measure_random_policy(path: pathlib.Path) -> None:
 def load_random_policy(path: pathlib.Path) -> dict[str, float]:
     if not path.exists():
         return {}
-    return {env_id: score["mean"] for env_id, score in json.loads(path.read_text())["scores"].items()}
+    try:
+        return {env_id: score["mean"] for env_id, score in json.loads(path.read_text())["scores"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"{path}: not scores of a random policy ({error!r})") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -108,6 +108,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--limit", type=float, default=300, help="seconds for one task")
     args = parser.parse_args()
+    if args.workers < 1:
+        parser.error(f"--workers {args.workers}: must be at least 1")
     if unknown := set(args.env_ids or ()) - set(envpool.list_all_envs()):
         parser.error(f"--env-ids {' '.join(sorted(unknown))}: EnvPool has no such task")
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # read when a child first compiles

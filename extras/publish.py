@@ -54,8 +54,8 @@ python {script} --evaluate {file}
 def read_summary(path: pathlib.Path) -> dict[str, Any]:
     """The summary of a run; empty where the run has left none."""
     try:
-        return json.loads(path.read_bytes()) if path.exists() else {}
-    except ValueError:
+        return dict(json.loads(path.read_bytes())) if path.exists() else {}
+    except (ValueError, TypeError):
         raise ppo.BadInput(f"{path}: not a run's summary, or not all of one") from None
 
 

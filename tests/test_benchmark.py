@@ -460,10 +460,18 @@ def test_bad_input_of_the_report_is_one_line_and_status_2(tmp_path, flags, words
     assert (process.returncode, len(process.stderr.splitlines())) == (2, 1) and words in process.stderr
 
 
-def test_a_broken_summary_is_named(tmp_path, capsys):
-    (make_run(tmp_path, [(1000, 100, 5)]) / "summary.json").write_text("{")
+@pytest.mark.parametrize("broken", ["{", "{}", "[]", "1"])
+def test_a_broken_summary_is_named_and_does_not_keep_a_sweep_from_its_plan(broken, tmp_path, capsys):
+    (make_run(tmp_path, [(1000, 100, 5)]) / "summary.json").write_text(broken)
     assert make_report(tmp_path)[0] == 2
     assert "summary.json: not a run's summary" in capsys.readouterr().err
+    assert run(ROOT / "benchmark.sh", tmp_path, "--dry-run")[0] == 0
+
+
+def test_broken_scores_of_a_random_policy_are_named(tmp_path):
+    (tmp_path / "scores.json").write_text("[]")
+    with pytest.raises(report.BadInput, match="not scores of a random policy"):
+        report.load_random_policy(tmp_path / "scores.json")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ from runs import TINY, command, read_scalars, read_summary, run, run_directories
         ("env_kwargs", ("max_episode_steps",), "env_kwargs=max_episode_steps: must be key=value"),
         ("env_kwargs", ("max_episode_steps=0",), "env_kwargs=max_episode_steps=0: must be at least 1"),
         ("env_kwargs", ("frame_skip=-1",), "env_kwargs=frame_skip=-1: must be at least 1"),
+        ("env_kwargs", ("frame_skip=0.5",), "env_kwargs=frame_skip=0.5: must be at least 1 and whole"),
+        ("env_kwargs", ("frame_skip=True",), "env_kwargs=frame_skip=True: must be at least 1 and whole"),
         ("env_kwargs", ("a=1", "a=2"), "env_kwargs=a=2: a is given twice"),
         ("max_grad_norm", 0.0, "max_grad_norm=0: must be above 0"),
         (

@@ -376,8 +376,9 @@ def test_bad_repository_name_is_one_line(repo, client, server, model, capsys):
 def test_bad_file_is_one_line_and_makes_no_repository(client, server, model, capsys):
     assert "cannot be read" in fault(capsys, model.with_name("none.cleanrl_model"), "--repo", "pendulum")
     assert "not a model file" in fault(capsys, SCRIPT, "--repo", "pendulum")
-    (model.parent / "summary.json").write_text('{"status": "fin')
-    assert "summary.json: not a run's summary" in fault(capsys, model, "--repo", "pendulum")
+    for summary in ('{"status": "fin', '["finished"]', "1"):
+        (model.parent / "summary.json").write_text(summary)
+        assert "summary.json: not a run's summary" in fault(capsys, model, "--repo", "pendulum")
     model.write_bytes(model.read_bytes()[:-1])
     assert "not a model file, or not all of one" in fault(capsys, model, "--repo", "pendulum")
     assert not server.repos
